@@ -1,0 +1,1 @@
+"""Meshes, layouts, DTensors and operator dispatch; independent of the framework."""

@@ -1,0 +1,37 @@
+"""Every exception that the library raises on purpose."""
+
+from __future__ import annotations
+
+__all__ = [
+    "HyperParallelError",
+    "LossParallelLayoutError",
+    "LossParallelUnsupportedError",
+    "PlatformError",
+    "UnsupportedOperatorError",
+]
+
+
+class HyperParallelError(Exception):
+    """Base class, for callers who want to catch whatever this library raises."""
+
+
+class PlatformError(HyperParallelError, RuntimeError):
+    """No usable backend, a second backend in one process, or an incompatible version of one."""
+
+
+class UnsupportedOperatorError(HyperParallelError, NotImplementedError):
+    """An operator, or this combination of layouts, has no distributed rule.
+
+    The message names the operator, the layouts found, and how to register a rule.
+    """
+
+
+class LossParallelLayoutError(HyperParallelError, ValueError):
+    """The logits, target or weight of a cross-entropy do not have the layout that loss parallel needs.
+
+    The message names the layout found and the one expected.
+    """
+
+
+class LossParallelUnsupportedError(HyperParallelError, NotImplementedError):
+    """A cross-entropy option that loss parallel refuses: label smoothing, probability targets."""

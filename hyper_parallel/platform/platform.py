@@ -1,0 +1,271 @@
+"""What a backend owes the rest of the library. Nothing above this folder imports a framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyper_parallel.loss_parallel.kernel_spec import LossKernels
+
+__all__ = ["Group", "LossArguments", "NativeMesh", "Platform", "Tensor"]
+
+Tensor = Any
+"""A tensor of the backend; only the backend's own folder looks inside."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """A process group, whatever the backend.
+
+    Attributes:
+        ranks: global ranks, in group order.
+        handle: the backend's group object or name; None where the group has one member and needs none.
+        rank: this process's index in ``ranks``.
+    """
+
+    ranks: tuple[int, ...]
+    handle: Any
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class NativeMesh:
+    """What a backend's own mesh object says of itself."""
+
+    device_type: str
+    ranks: Any
+    dim_names: tuple[str, ...] | None
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class LossArguments:
+    """The arguments of a cross-entropy family call, whatever the backend's spelling.
+
+    ``kind`` is ``"cross_entropy"``, ``"log_softmax"`` or ``"nll_loss"``; ``dim`` is log_softmax's dim.
+    """
+
+    kind: str
+    input: Any
+    target: Any = None
+    weight: Any = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    dim: int | None = None
+    dtype: Any = None
+
+
+class Platform(ABC):
+    """One backend. All tensors here are plain local tensors; collectives never modify their inputs."""
+
+    name: str
+    """``"torch"`` or ``"mindspore"``."""
+
+    version: str
+    """The framework's version."""
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def ensure_initialized(self, device_type: str) -> None:
+        """Initialise the default process group from the environment (one process alone needs no environment)."""
+
+    @abstractmethod
+    def rank(self) -> int:
+        """Global rank of this process; 0 when it is alone."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of processes; 1 when this one is alone."""
+
+    @abstractmethod
+    def create_group(self, rank_lists: Sequence[tuple[int, ...]]) -> Group:
+        """Collective: create the groups in ``rank_lists`` (disjoint) and return the one this process belongs to."""
+
+    @abstractmethod
+    def adopt_group(self, group: Any) -> Group:
+        """Describe an existing group of the backend, without creating one."""
+
+    @abstractmethod
+    def describe_native_mesh(self, mesh: Any) -> NativeMesh:
+        """Describe a mesh object of the backend, without creating groups."""
+
+    # -- collectives on plain local tensors -----------------------------------------------------------------------
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor:
+        """Elementwise ``op`` (``"sum"``, ``"max"``, ``"min"``) over the group; same shape and dtype."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, group: Group) -> Tensor:
+        """``[P, *x.shape]``: every member's tensor of equal shape, in group order."""
+
+    @abstractmethod
+    def all_gather_uneven(self, x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor:
+        """Concatenate along ``dim`` the members' tensors, whose sizes there are ``sizes``."""
+
+    @abstractmethod
+    def reduce_scatter_uneven(self, x: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor:
+        """Sum over the group, then keep this member's piece of ``dim``, cut into ``sizes``."""
+
+    @abstractmethod
+    def all_to_all_uneven(
+        self, chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group
+    ) -> list[Tensor]:
+        """Send ``chunks[i]`` to member i and receive tensors of ``shapes[i]`` from it."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int, group: Group) -> Tensor:
+        """The tensor of member ``src`` (an index in the group); all pass the same shape and dtype."""
+
+    # -- autograd -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def linear_map(
+        self, x: Tensor, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """``forward(x)``, differentiable: the gradient is ``adjoint`` of the output's, and so on to any order."""
+
+    @abstractmethod
+    def requires_grad(self, x: Tensor) -> bool:
+        """Whether a gradient will be asked of ``x`` (True where the backend cannot tell)."""
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_tensor(self, x: Any) -> bool:
+        """Whether ``x`` is a tensor of this backend (a DTensor too)."""
+
+    @abstractmethod
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """The local shape, also of a DTensor."""
+
+    @abstractmethod
+    def is_floating_point(self, x: Tensor) -> bool:
+        """Whether the dtype is a floating one."""
+
+    @abstractmethod
+    def dtype_name(self, x: Tensor) -> str:
+        """The dtype, as NumPy spells it: ``"float32"``, ``"bfloat16"``, ``"int64"``."""
+
+    @abstractmethod
+    def device_type(self, x: Tensor) -> str:
+        """``"cpu"``, ``"cuda"``, ``"npu"``, ..."""
+
+    @abstractmethod
+    def narrow(self, x: Tensor, dim: int, start: int, length: int) -> Tensor:
+        """A contiguous copy or view of ``length`` elements of ``dim`` from ``start``."""
+
+    @abstractmethod
+    def cat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """Concatenate."""
+
+    @abstractmethod
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Reshape, differentiable."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Zeros of ``like``'s dtype and device."""
+
+    @abstractmethod
+    def detach(self, x: Tensor) -> Tensor:
+        """The same values outside the graph."""
+
+    @abstractmethod
+    def to_numpy(self, x: Tensor) -> Any:
+        """Values on the host as a NumPy array (bfloat16 as float32)."""
+
+    @abstractmethod
+    def from_numpy(self, array: Any, like: Tensor | None = None) -> Tensor:
+        """A tensor of the array's dtype, on ``like``'s device."""
+
+    # -- DTensor --------------------------------------------------------------------------------------------------
+
+    tensor_base: type
+    """Base class of DTensor: a tensor of the backend whose operator hook calls ``cls._dispatch(op_call, args, kwargs)``."""
+
+    @abstractmethod
+    def local_mode(self) -> AbstractContextManager[Any]:
+        """A context in which DTensors behave as the plain local tensors that they are."""
+
+    @abstractmethod
+    def as_dtensor(self, cls: type, local: Tensor, layout: Any, *, fresh: bool = False) -> Any:
+        """Dress a local tensor as ``cls`` with ``layout``; ``fresh``: nobody else holds it, so it may be changed."""
+
+    @abstractmethod
+    def as_local(self, x: Any) -> Tensor:
+        """The local tensor of a DTensor, on the same autograd graph, without a copy."""
+
+    @abstractmethod
+    def call_local(self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator in :meth:`local_mode`."""
+
+    @abstractmethod
+    def get_op_name(self, op_call: Any) -> str:
+        """The operator's name in the YAML tables: spelling variants of one operator share a name."""
+
+    @property
+    @abstractmethod
+    def local_op_names(self) -> frozenset[str]:
+        """Operators that act on the local tensor as it is (autograd plumbing, dtype and device queries)."""
+
+    # -- random numbers ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def draw_seed(self) -> int:
+        """Draw a 62-bit seed from the default generator, moving it on (so that its saved state replays the draw)."""
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """Seed the default generator."""
+
+    @abstractmethod
+    def seeded(self, seed: int) -> AbstractContextManager[Any]:
+        """A context in which random operators draw from a generator seeded with ``seed``; restored on exit."""
+
+    # -- loss parallel ------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def loss_kernels(self) -> LossKernels:
+        """K1-K3."""
+
+    @property
+    @abstractmethod
+    def loss_op_names(self) -> Mapping[str, str]:
+        """Operator name -> ``"cross_entropy"``, ``"log_softmax"`` or ``"nll_loss"``."""
+
+    @abstractmethod
+    def bind_loss_arguments(self, kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossArguments:
+        """Read the arguments of a call whose operator means ``kind``.
+
+        Raises:
+            ValueError: an unknown ``reduction``.
+        """
+
+    @abstractmethod
+    def loss_parallel_hook(self, intercept: Callable[[str, Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[Any]:
+        """A context, entered by ``loss_parallel()``, that offers the framework's own distributed tensors to ``intercept``."""
+
+    @abstractmethod
+    def sum_tokens(self, x: Tensor) -> Tensor:
+        """Sum of all elements, a scalar, differentiable, in at least fp32."""
+
+    @abstractmethod
+    def divide(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x / y`` of scalars, differentiable, 0/0 = NaN."""
+
+    @abstractmethod
+    def stack(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Stack scalars into a vector."""
