@@ -85,6 +85,13 @@ class Layout:
         return any(p.is_partial() for p in self.placements)
 
     @cached_property
+    def gradient_layout(self) -> Layout:
+        """Layout of the gradient of a tensor that lies like this: every term of a Partial gets the whole gradient."""
+        if not self.has_partial:
+            return self
+        return self.replace(placements=[Replicate() if p.is_partial() else p for p in self.placements])
+
+    @cached_property
     def tensor_map(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor dim, the mesh dims that shard it, outermost first."""
         return tuple(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hyper_parallel.loss_parallel.kernel_spec import LossKernels
 
-__all__ = ["Group", "LossArguments", "NativeMesh", "Platform", "Tensor"]
+__all__ = ["Group", "LossArguments", "NativeDTensor", "NativeMesh", "Platform", "Tensor"]
 
 Tensor = Any
 """A tensor of the backend; only the backend's own folder looks inside."""
@@ -45,6 +45,20 @@ class NativeMesh:
     ranks: Any
     dim_names: tuple[str, ...] | None
     groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class NativeDTensor:
+    """The framework's own distributed tensor, taken apart.
+
+    ``placements`` are ``("shard", dim)``, ``("replicate", None)`` or ``("partial", reduce_op)``; ``mesh`` is the
+    framework's mesh.
+    """
+
+    local: Any
+    mesh: Any
+    placements: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,10 @@ class Platform(ABC):
         """The same values outside the graph."""
 
     @abstractmethod
+    def copy_leaf(self, x: Tensor) -> Tensor:
+        """A copy outside the graph that requires a gradient where ``x`` does."""
+
+    @abstractmethod
     def to_numpy(self, x: Tensor) -> Any:
         """Values on the host as a NumPy array (bfloat16 as float32)."""
 
@@ -219,6 +237,27 @@ class Platform(ABC):
     @abstractmethod
     def local_op_names(self) -> frozenset[str]:
         """Operators that act on the local tensor as it is (autograd plumbing, dtype and device queries)."""
+
+    @abstractmethod
+    def is_native_dtensor(self, x: Any) -> bool:
+        """Whether ``x`` is the framework's own distributed tensor."""
+
+    @abstractmethod
+    def take_native_dtensor(self, tensor: Any) -> NativeDTensor:
+        """Take the framework's own distributed tensor apart; same storage and graph.
+
+        Raises:
+            TypeError: something else, or a framework that has none.
+            ValueError: a placement without a counterpart.
+        """
+
+    @abstractmethod
+    def make_native_dtensor(self, parts: NativeDTensor) -> Any:
+        """Put the framework's own distributed tensor together; same storage and graph."""
+
+    @abstractmethod
+    def native_mesh(self, mesh: Any) -> Any:
+        """The framework's own mesh with the ranks and groups of a DeviceMesh."""
 
     # -- random numbers ---------------------------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ _SAME = {
     "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
     "__getitem__": "getitem", "__setitem__": "setitem", "__len__": "len",
     "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose",
-    "nll_loss_nd": "nll_loss", "cross_entropy_loss": "cross_entropy",
     "_softmax": "softmax", "_log_softmax": "log_softmax", "special_softmax": "softmax", "special_log_softmax": "log_softmax",
     "dropout1d": "feature_dropout", "dropout2d": "feature_dropout", "dropout3d": "feature_dropout",
 }

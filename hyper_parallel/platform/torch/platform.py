@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import PlatformError
-from hyper_parallel.platform.platform import Group, LossArguments, NativeMesh, Platform
+from hyper_parallel.platform.platform import Group, LossArguments, NativeDTensor, NativeMesh, Platform
 from hyper_parallel.platform.torch import collectives, dtensor, interop, loss_arguments, op_names, random
 from hyper_parallel.platform.torch.custom_grad import linear_map
 from hyper_parallel.platform.torch.loss_kernels import TorchLossKernels
@@ -144,6 +144,9 @@ class TorchPlatform(Platform):
     def detach(self, x: Any) -> Any:
         return x.detach()
 
+    def copy_leaf(self, x: Any) -> Any:
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
     def to_numpy(self, x: Any) -> Any:
         x = dtensor.as_local(x).detach().cpu()
         return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
@@ -173,6 +176,18 @@ class TorchPlatform(Platform):
     def local_op_names(self) -> frozenset[str]:
         return op_names.LOCAL_OP_NAMES
 
+    def is_native_dtensor(self, x: Any) -> bool:
+        return interop.is_native_dtensor(x)
+
+    def take_native_dtensor(self, tensor: Any) -> NativeDTensor:
+        return interop.take_apart(tensor)
+
+    def make_native_dtensor(self, parts: NativeDTensor) -> Any:
+        return interop.put_together(parts)
+
+    def native_mesh(self, mesh: Any) -> Any:
+        return interop.native_mesh(mesh)
+
     # -- random numbers ------------------------------------------------------------------------------------------------
 
     def draw_seed(self) -> int:
@@ -197,7 +212,7 @@ class TorchPlatform(Platform):
     def bind_loss_arguments(
         self, kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> LossArguments:
-        return loss_arguments.bind(kind, args, kwargs)
+        return loss_arguments.bind(kind, op_call, args, kwargs)
 
     def loss_parallel_hook(
         self, intercept: Callable[[str, Any, Sequence[Any], Mapping[str, Any]], Any]

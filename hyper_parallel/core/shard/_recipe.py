@@ -1,0 +1,305 @@
+"""A compiled plan: what the cache keeps, and how a call with a known key runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Any
+
+from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.placement_types import Replicate
+from hyper_parallel.core.redistribute import redistribute_local, reduce_gradient
+from hyper_parallel.core.shard.distributed_op import OpCall, OpPlan, Path, TensorArg
+from hyper_parallel.errors import UnsupportedOperatorError
+from hyper_parallel.platform import get_platform
+
+__all__ = ["Recipe", "bind_arguments", "compile_recipe", "wrap_replicated"]
+
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "axes": "dim", "self": "input", "x": "input"}
+"""Spellings that frameworks accept for one argument."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for the n-th tensor of the call in a template."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Action:
+    """What happens to one input before the local operator: move it, then all-reduce its gradient over mesh dims."""
+
+    source: Layout
+    target: Layout
+    reduce_dims: tuple[int, ...]
+
+    def apply(self, x: Any) -> Any:
+        platform = get_platform()
+        local = redistribute_local(platform.as_local(x), self.source, self.target)
+        if self.reduce_dims and platform.requires_grad(local):
+            local = reduce_gradient(local, self.target, self.reduce_dims)
+        return local
+
+
+class Recipe:
+    """Run the operator on local tensors: fill in changed inputs, call, dress the result."""
+
+    __slots__ = ("_actions", "_args", "_inplace", "_kwargs", "_name", "_run", "_wrap")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        wrap: Callable[[Any, Sequence[Any], bool], Any],
+        actions: Sequence[_Action | None] = (),
+        template: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        self._name = name
+        self._wrap = wrap
+        self._actions = tuple(actions) if any(a is not None for a in actions) else ()
+        self._args, self._kwargs = template if template is not None else (None, None)
+        self._run = run
+        self._inplace = name.endswith("_") and not name.startswith("_")
+
+    def run(
+        self,
+        op_call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Any],
+        check: bool = False,
+    ) -> Any:
+        """Run one call whose tensors, in order of appearance, are ``tensors``."""
+        platform = get_platform()
+        first = args[0] if args else None
+        if self._actions or self._args is not None:
+            filled = list(tensors)
+            for i, action in enumerate(self._actions):
+                if action is not None:
+                    filled[i] = action.apply(filled[i])
+            template_args = self._args if self._args is not None else args
+            args = [_fill(a, filled) for a in template_args]
+            kwargs = {k: _fill(v, filled) for k, v in (self._kwargs or {}).items()}
+        if self._run is not None:
+            local_args = [_localize(a) for a in args]
+            result = self._run(op_call, *local_args, **{k: _localize(v) for k, v in kwargs.items()})
+        else:
+            result = platform.call_local(op_call, args, kwargs)
+        if self._inplace:
+            return first
+        return self._wrap(result, tensors, check)
+
+
+def _localize(x: Any) -> Any:
+    platform = get_platform()
+    if platform.is_tensor(x):
+        return platform.as_local(x)
+    if type(x) in (tuple, list):
+        return type(x)(_localize(i) for i in x)
+    return x
+
+
+def _fill(template: Any, tensors: Sequence[Any]) -> Any:
+    if type(template) is _Slot:
+        return tensors[template.index]
+    if type(template) in (tuple, list):
+        return type(template)([_fill(t, tensors) for t in template])
+    return template
+
+
+def wrap_replicated(cls: type, mesh: DeviceMesh) -> Callable[[Any, Sequence[Any], bool], Any]:
+    """Every tensor of the result is replicated: for operators whose inputs all are."""
+    placements = [Replicate()] * mesh.ndim
+
+    def wrap(result: Any, tensors: Sequence[Any], check: bool) -> Any:
+        platform = get_platform()
+        if platform.is_tensor(result):
+            if isinstance(result, cls):
+                return result
+            layout = Layout(mesh, placements, platform.shape(result))
+            return platform.as_dtensor(cls, result, layout, fresh=not any(result is t for t in tensors))
+        if isinstance(result, (tuple, list)):
+            return _rebuild(type(result), [wrap(r, tensors, check) for r in result])
+        return result
+
+    return wrap
+
+
+def _wrap_as(
+    cls: type, name: str, outputs: Layout | Sequence[Layout] | None
+) -> Callable[[Any, Sequence[Any], bool], Any]:
+    def dress(local: Any, layout: Layout, tensors: Sequence[Any], check: bool) -> Any:
+        platform = get_platform()
+        if check and platform.shape(local) != layout.local_shape:
+            raise UnsupportedOperatorError(
+                f"{name}: the local result has shape {platform.shape(local)}, but the rule infers {layout.describe()} "
+                f"with local shape {layout.local_shape}; the rule is wrong for this call"
+            )
+        if isinstance(local, cls):
+            if local._layout == layout:  # type: ignore[attr-defined]
+                return local
+            local = platform.as_local(local)
+        return platform.as_dtensor(cls, local, layout, fresh=not any(local is t for t in tensors))
+
+    def one(result: Any, tensors: Sequence[Any], check: bool) -> Any:
+        return dress(result, outputs, tensors, check)  # type: ignore[arg-type]
+
+    def several(result: Any, tensors: Sequence[Any], check: bool) -> Any:
+        pieces = [dress(r, o, tensors, check) for r, o in zip(result, outputs, strict=True)]  # type: ignore[arg-type]
+        return _rebuild(type(result), pieces)
+
+    def raw(result: Any, tensors: Sequence[Any], check: bool) -> Any:
+        return result
+
+    return raw if outputs is None else one if isinstance(outputs, Layout) else several
+
+
+def _rebuild(kind: type, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def bind_arguments(
+    signature: Signature, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments by name, and where each stands in the call: a position, ``("*", start)`` or a keyword."""
+    bound: dict[str, Any] = {}
+    locations: dict[str, Any] = {}
+    position = 0
+    for p in signature.parameters.values():
+        if p.kind is Parameter.VAR_POSITIONAL:
+            bound[p.name], locations[p.name] = tuple(args[position:]), ("*", position)
+            position = len(args)
+        elif p.kind is Parameter.POSITIONAL_OR_KEYWORD and position < len(args):
+            bound[p.name], locations[p.name] = args[position], position
+            position += 1
+        elif p.kind is not Parameter.VAR_KEYWORD and p.default is not Parameter.empty:
+            bound[p.name] = p.default
+    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    for key, value in kwargs.items():
+        canonical = key if key in signature.parameters else _ALIASES.get(key, key)
+        if canonical not in signature.parameters and not open_ended:
+            raise TypeError(f"{name}() has no argument {key!r} in its distributed rule; expected {signature}")
+        if canonical in locations and isinstance(locations[canonical], int):
+            raise TypeError(f"{name}() got {canonical!r} twice")
+        bound[canonical], locations[canonical] = value, key
+    if position < len(args):
+        raise TypeError(f"{name}() takes {signature}, found {len(args)} positional arguments")
+    missing = [
+        p.name
+        for p in signature.parameters.values()
+        if p.name not in bound and p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    ]
+    if missing:
+        raise TypeError(f"{name}() lacks {missing}; expected {signature}")
+    return bound, locations
+
+
+def compile_recipe(
+    cls: type,
+    call: OpCall,
+    plan: OpPlan,
+    locations: Mapping[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Recipe:
+    """Turn a plan by argument names into one by positions."""
+    paths = _slot_paths(call, locations, args, kwargs)
+    outputs = plan.outputs if not isinstance(plan.outputs, Layout) else (plan.outputs,)
+    actions: list[_Action | None] = []
+    for path in paths:
+        arg = _argument(call, path)
+        target = plan.inputs.get(path, arg.layout)
+        _check_move(call, arg.layout, target)
+        dims = tuple(
+            d
+            for d, p in enumerate(target.placements)
+            if p.is_replicate() and any(not o.placements[d].is_replicate() for o in outputs or ())
+        )
+        differentiable = arg.dtype.startswith(("float", "bfloat", "complex"))
+        dims = dims if differentiable else ()
+        actions.append(_Action(arg.layout, target, dims) if target != arg.layout or dims else None)
+    if call.name.endswith("_") and not call.name.startswith("_"):
+        target = _argument(call, paths[0]).layout
+        if not isinstance(plan.outputs, Layout) or plan.outputs != target:
+            found = plan.outputs.describe() if isinstance(plan.outputs, Layout) else "several results"
+            raise UnsupportedOperatorError(
+                f"{call.describe()}: in place needs a result that lies like the tensor it is written to; found {found}"
+            )
+    template = None
+    if plan.replace or any(a is not None for a in actions):
+        template = _template(args, kwargs, locations, plan.replace)
+    return Recipe(
+        call.name, wrap=_wrap_as(cls, call.name, plan.outputs), actions=actions, template=template, run=plan.run
+    )
+
+
+def _check_move(call: OpCall, source: Layout, target: Layout) -> None:
+    for before, after in zip(source.placements, target.placements, strict=True):
+        if before != after and before.is_shard():
+            raise UnsupportedOperatorError(
+                f"{call.describe()}: would have to gather {source.describe()}; dispatch never does so by itself, "
+                "redistribute first"
+            )
+
+
+def _argument(call: OpCall, path: Path) -> TensorArg:
+    value = call.args[path] if isinstance(path, str) else call.args[path[0]][path[1]]
+    if not isinstance(value, TensorArg):
+        raise TypeError(f"{call.name}: {path} is not a tensor")
+    return value
+
+
+def _slot_paths(
+    call: OpCall, locations: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Path]:
+    """Paths of the tensors, in order of appearance in the call."""
+    order: list[Path] = []
+    by_place: dict[Any, str] = {place: name for name, place in locations.items()}
+    starred = next(((name, place[1]) for name, place in locations.items() if isinstance(place, tuple)), None)
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, TensorArg):
+            order.append(name)
+        elif isinstance(value, (tuple, list)):
+            order.extend((name, i) for i, v in enumerate(value) if isinstance(v, TensorArg))
+
+    for i in range(len(args)):
+        if i in by_place:
+            visit(by_place[i], call.args[by_place[i]])
+        elif starred and i == starred[1]:
+            visit(starred[0], call.args[starred[0]])
+    for key in kwargs:
+        visit(by_place[key], call.args[by_place[key]])
+    return order
+
+
+def _template(
+    args: Sequence[Any], kwargs: Mapping[str, Any], locations: Mapping[str, Any], replace: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    platform = get_platform()
+    counter = 0
+
+    def blank(x: Any) -> Any:
+        nonlocal counter
+        if platform.is_tensor(x):
+            counter += 1
+            return _Slot(counter - 1)
+        if type(x) in (tuple, list):
+            return type(x)([blank(i) for i in x])
+        return x
+
+    new_args = [blank(a) for a in args]
+    new_kwargs = {k: blank(v) for k, v in kwargs.items()}
+    for name, value in replace.items():
+        place = locations.get(name, name)
+        if isinstance(place, int):
+            new_args[place] = value
+        elif isinstance(place, tuple):
+            new_args[place[1] :] = list(value)
+        else:
+            new_kwargs[place] = value
+    return tuple(new_args), new_kwargs

@@ -1,0 +1,108 @@
+"""One decision on all ranks: what each rank found wrong, or sees differently, is known to all before any raises.
+
+A rank that raised on its own would leave the others waiting in a collective. So before the collectives of a loss, every
+rank sends a header of fixed size along each mesh dim. Only if something is wrong do the ranks exchange texts, and then
+all raise the same error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.errors import LossParallelLayoutError, LossParallelUnsupportedError
+from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform.platform import Tensor
+
+__all__ = ["View", "agree", "digest"]
+
+_ERRORS: tuple[type[Exception], ...] = (
+    LossParallelLayoutError,
+    LossParallelUnsupportedError,
+    IndexError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+_TEXT_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank sees of a call.
+
+    Attributes:
+        error: what is wrong with it here, to be raised on all ranks.
+        shared: what all ranks of the mesh must see alike, as text.
+        values: digest of values (the target's) that must be equal along the mesh dims of ``value_dims``.
+        value_dims: mesh dims along which the target is replicated.
+    """
+
+    error: Exception | None
+    shared: str
+    values: int = 0
+    value_dims: tuple[int, ...] = ()
+
+
+def digest(array: np.ndarray) -> int:
+    """A checksum of values and their order."""
+    return zlib.crc32(np.ascontiguousarray(array).tobytes())
+
+
+def agree(view: View, mesh: DeviceMesh, like: Tensor) -> Exception | None:
+    """The error that all ranks of ``mesh`` must raise, or None when all is well everywhere.
+
+    Collectives: one all-gather of 24 bytes along each mesh dim of more than one rank; on failure one of texts as well.
+    """
+    error, text = view.error, view.shared
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        if group.size == 1:
+            continue
+        values = view.values if dim in view.value_dims else 0
+        header = np.array([error is not None, zlib.crc32(text.encode()), values], dtype=np.int64)
+        seen = _gather(header, group, like)
+        if not seen[:, 0].any() and (seen == seen[0]).all():
+            continue
+        message = f"{_code(error)}|{error}" if error is not None else f"-|{text}"
+        texts = _gather_texts(message, group, like)
+        error = _common_error(texts, seen, group)
+    return error
+
+
+def _common_error(texts: Sequence[str], seen: np.ndarray, group: Group) -> Exception:
+    for rank, text in zip(group.ranks, texts, strict=True):
+        code, _, message = text.partition("|")
+        if code != "-":
+            prefix = "" if message.startswith("rank ") or len(set(texts)) == 1 else f"rank {rank}: "
+            return _ERRORS[int(code)](prefix + message)
+    views = [text.partition("|")[2] for text in texts]
+    if len(set(views)) > 1:
+        listed = "; ".join(f"rank {rank} has {view}" for rank, view in zip(group.ranks, views, strict=True))
+        return LossParallelLayoutError(f"the ranks of the mesh disagree about the call: {listed}")
+    listed = ", ".join(f"{int(v):#010x} on rank {rank}" for rank, v in zip(group.ranks, seen[:, 2], strict=True))
+    return LossParallelLayoutError(
+        f"the target differs between ranks that must hold the same one (checksums: {listed}); expected equal targets "
+        "on the ranks that share the classes of a token"
+    )
+
+
+def _code(error: Exception) -> int:
+    return next((i for i, kind in enumerate(_ERRORS) if isinstance(error, kind)), len(_ERRORS) - 1)
+
+
+def _gather(values: np.ndarray, group: Group, like: Tensor) -> np.ndarray:
+    platform = get_platform()
+    gathered: np.ndarray = platform.to_numpy(platform.all_gather(platform.from_numpy(values, like), group))
+    return gathered
+
+
+def _gather_texts(text: str, group: Group, like: Tensor) -> list[str]:
+    raw = text.encode()[:_TEXT_BYTES]
+    padded = np.frombuffer(raw.ljust(_TEXT_BYTES, b"\0"), dtype=np.int64)
+    rows = _gather(padded, group, like)
+    return [row.astype(np.int64).tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]

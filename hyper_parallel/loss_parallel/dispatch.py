@@ -1,0 +1,219 @@
+"""From a cross-entropy call on DTensors to the kernels: checks, layouts, reductions. Knows no framework.
+
+Placements: logits ``S(class)@tp`` (and ``S(token dim)@dp`` where tokens are sharded), target replicated on tp
+-> per-token loss lies like the target, ``sum`` and ``mean`` are replicated everywhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hyper_parallel.core.dtensor import DTensor
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.native import from_native, to_native
+from hyper_parallel.core.placement_types import Partial, Replicate
+from hyper_parallel.core.redistribute import redistribute_local
+from hyper_parallel.core.state import State, current_state
+from hyper_parallel.errors import LossParallelLayoutError
+from hyper_parallel.loss_parallel.agreement import View, agree, digest
+from hyper_parallel.loss_parallel.inputs import LossInputs, check_target_values, prepare
+from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.loss_parallel.op_names import loss_kind
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import LossArguments, Tensor
+
+__all__ = ["dispatch_loss_parallel", "intercept_native"]
+
+
+def dispatch_loss_parallel(
+    name: str, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Compute a cross-entropy family call on DTensors, or return NotImplemented to leave it to layout inference.
+
+    Raises:
+        LossParallelLayoutError: the logits, target or weight lie otherwise than needed, or ranks disagree.
+        LossParallelUnsupportedError: label smoothing, probability targets.
+        IndexError: a target outside ``[0, C)``.
+    """
+    kind = loss_kind(name)
+    if kind is None:
+        return NotImplemented
+    platform, state = get_platform(), current_state()
+    call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
+    logits = call.input
+    if kind == "log_softmax":
+        return _log_softmax(call, state)
+    if not isinstance(logits, DTensor):
+        return _plain_logits(call, op_call, args, kwargs)
+    if not state.loss_parallel:
+        if _nothing_sharded(call):
+            return NotImplemented
+        return _outside(call, state)
+    return _inside(call, state)
+
+
+def intercept_native(name: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same for the framework's own distributed tensors; the result is one of these again."""
+    if not current_state().loss_parallel:
+        return NotImplemented
+    is_native = get_platform().is_native_dtensor
+
+    def convert(x: Any) -> Any:
+        return from_native(x) if is_native(x) else x
+
+    result = dispatch_loss_parallel(
+        name, op_call, [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    )
+    return to_native(result) if isinstance(result, DTensor) else result
+
+
+# -- the three places a call can be in ------------------------------------------------------------------------------
+
+
+def _inside(call: LossArguments, state: State) -> Any:
+    layout: Layout = call.input.global_layout
+    nothing_sharded = _nothing_sharded(call) and not (state.mesh is not None and state.strict)
+    inputs: LossInputs | None = None
+    error: Exception | None = None
+    validate = get_platform().loss_kernels.validates_by_default(call.input)
+    values: dict[str, Any] = {}
+    try:
+        if not nothing_sharded:
+            may_gather = not state.strict or state.config.loss_parallel_fallback_on_layout_error
+            inputs = prepare(call, mesh=state.mesh, may_gather=may_gather)
+            if validate:
+                values = _target_view(call, inputs)
+    except (LossParallelLayoutError, NotImplementedError, IndexError, TypeError, ValueError) as e:
+        error = e
+    if validate:
+        error = agree(View(error, _shared_text(call, layout), **values), layout.mesh, get_platform().as_local(call.input))
+    if error is not None:
+        raise error
+    return NotImplemented if inputs is None else _compute(call, inputs)
+
+
+def _outside(call: LossArguments, state: State) -> Any:
+    layout: Layout = call.input.global_layout
+    if not state.config.loss_parallel_fallback_on_layout_error:
+        raise LossParallelLayoutError(
+            f"{call.kind} outside loss_parallel(): found logits with {layout.describe()}, expected replicated logits. "
+            "Enter loss_parallel(), redistribute the logits to Replicate, or set "
+            "ParallelismConfig.loss_parallel_fallback_on_layout_error"
+        )
+    inputs = prepare(call, mesh=None, may_gather=True, must_gather=True)
+    return _compute(call, inputs)
+
+
+def _plain_logits(
+    call: LossArguments, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Plain logits beside a DTensor target or weight: fine where these are replicated."""
+    for name, x in (("target", call.target), ("weight", call.weight)):
+        if isinstance(x, DTensor) and not x.global_layout.is_replicated:
+            raise LossParallelLayoutError(
+                f"{call.kind}: the logits are a plain tensor and the {name} has {x.global_layout.describe()}; expected a "
+                f"replicated {name}, or logits as a DTensor"
+            )
+    return get_platform().call_local(op_call, args, kwargs)
+
+
+def _nothing_sharded(call: LossArguments) -> bool:
+    tensors = [x for x in (call.input, call.target, call.weight) if isinstance(x, DTensor)]
+    return all(x.global_layout.is_replicated for x in tensors)
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
+
+def _shared_text(call: LossArguments, layout: Layout) -> str:
+    platform = get_platform()
+    text = f"{call.kind} of {platform.dtype_name(call.input)} logits with {layout.describe()}"
+    if call.kind == "log_softmax":
+        return f"{text}, dim={call.dim}"
+    weight = ""
+    if platform.is_tensor(call.weight):
+        weight = f", weight checksum {digest(platform.to_numpy(call.weight)):#010x}"
+    return f"{text}, reduction={call.reduction!r}, ignore_index={call.ignore_index}{weight}"
+
+
+def _target_view(call: LossArguments, inputs: LossInputs) -> dict[str, Any]:
+    """Digest of the target, and along which mesh dims it must be the same."""
+    values = check_target_values(call, inputs)
+    mesh_dims = range(inputs.layout.mesh.ndim)
+    return {
+        "values": digest(values.astype("int64")),
+        "value_dims": tuple(d for d in mesh_dims if d not in inputs.token_mesh_dims),
+    }
+
+
+# -- computation --------------------------------------------------------------------------------------------------------
+
+
+def _compute(call: LossArguments, inputs: LossInputs) -> DTensor:
+    platform = get_platform()
+    if inputs.warning is not None:
+        warnings.warn(inputs.warning, stacklevel=2)
+    local = redistribute_local(platform.as_local(call.input), inputs.layout, inputs.compute_layout)
+    options = LossOptions(ignore_index=call.ignore_index, validate=False)
+    kernel = platform.loss_kernels.cross_entropy if call.kind == "cross_entropy" else platform.loss_kernels.nll_loss
+    shard = _class_shard(inputs.compute_layout, inputs.class_dim, inputs.class_mesh_dim)
+    loss, token_weight = kernel(local, inputs.class_dim, inputs.target, shard, inputs.weight, options)
+    if call.reduction == "none":
+        result: DTensor = platform.as_dtensor(DTensor, loss, inputs.token_layout)
+        return result
+    total = _reduce(call.reduction, loss, token_weight, inputs)
+    scalar = Layout(inputs.layout.mesh, [Replicate()] * inputs.layout.mesh.ndim, ())
+    result = platform.as_dtensor(DTensor, total, scalar)
+    return result
+
+
+def _class_shard(layout: Layout, class_dim: int, class_mesh_dim: int | None) -> ClassShard:
+    start, stop = layout.local_ranges()[class_dim]
+    group = None if class_mesh_dim is None else layout.mesh.get_group(class_mesh_dim)
+    return ClassShard(start, stop, layout.shape[class_dim], group)
+
+
+def _reduce(reduction: str, loss: Tensor, token_weight: Tensor, inputs: LossInputs) -> Tensor:
+    """Sum or mean over the tokens of all ranks: every mesh dim that shards tokens is reduced once."""
+    platform = get_platform()
+    mesh = inputs.layout.mesh
+    sums = [platform.sum_tokens(loss)]
+    if reduction == "mean":
+        sums.append(platform.sum_tokens(token_weight))
+    if inputs.token_mesh_dims:
+        packed = platform.stack(sums)
+        partial = [Partial() if d in inputs.token_mesh_dims else Replicate() for d in range(mesh.ndim)]
+        source = Layout(mesh, partial, (len(sums),))
+        packed = redistribute_local(packed, source, source.gradient_layout)
+        sums = [platform.reshape(platform.narrow(packed, 0, i, 1), ()) for i in range(len(sums))]
+    return sums[0] if reduction == "sum" else platform.divide(sums[0], sums[1])
+
+
+def _log_softmax(call: LossArguments, state: State) -> Any:
+    """K1 where the dim is sharded on one mesh dim; everything else is layout inference's."""
+    platform, x = get_platform(), call.input
+    if not isinstance(x, DTensor) or not state.loss_parallel or call.dim is None:
+        return NotImplemented
+    layout: Layout = x.global_layout
+    if not -layout.ndim <= call.dim < layout.ndim:
+        raise IndexError(f"log_softmax over dim {call.dim} of a tensor of shape {layout.shape}")
+    dim = call.dim % layout.ndim
+    mesh_dims = layout.tensor_map[dim]
+    if not mesh_dims:
+        return NotImplemented
+    error: Exception | None = None
+    if len(mesh_dims) > 1 or layout.has_partial:
+        error = LossParallelLayoutError(
+            f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim and no "
+            "Partial"
+        )
+    local = platform.as_local(x)
+    if platform.loss_kernels.validates_by_default(local):
+        error = agree(View(error, _shared_text(call, layout)), layout.mesh, local)
+    if error is not None:
+        raise error
+    shard = _class_shard(layout, dim, mesh_dims[0])
+    result = platform.loss_kernels.log_softmax(local, dim, shard, dtype=call.dtype, validate=False)
+    return platform.as_dtensor(DTensor, result, layout)

@@ -1,0 +1,68 @@
+"""Reading the arguments of PyTorch's cross-entropy family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch.nn import _reduction
+
+from hyper_parallel.platform.platform import LossArguments
+
+__all__ = ["bind"]
+
+
+def _signature(**defaults: Any) -> Signature:
+    return Signature(
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default) for name, default in defaults.items()
+    )
+
+
+_REQUIRED = Parameter.empty
+_NLL = _signature(
+    input=_REQUIRED, target=_REQUIRED, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"
+)
+_CROSS_ENTROPY = _signature(
+    input=_REQUIRED, target=_REQUIRED, weight=None, size_average=None, ignore_index=-100, reduce=None,
+    reduction="mean", label_smoothing=0.0,
+)  # fmt: skip
+_FUNCTIONAL_LOG_SOFTMAX = _signature(input=_REQUIRED, dim=None, _stacklevel=3, dtype=None)
+_LOG_SOFTMAX = _signature(input=_REQUIRED, dim=_REQUIRED, dtype=None)
+
+
+def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossArguments:
+    """The arguments, with the deprecated ``size_average`` and ``reduce`` turned into ``reduction`` as PyTorch does.
+
+    Raises:
+        TypeError: arguments that the function does not take.
+        ValueError: an unknown reduction.
+    """
+    if kind == "log_softmax":
+        functional = op_call is torch.nn.functional.log_softmax
+        signature = _FUNCTIONAL_LOG_SOFTMAX if functional else _LOG_SOFTMAX
+        values = signature.bind(*args, **kwargs)
+        values.apply_defaults()
+        a = values.arguments
+        dim = a["dim"]
+        if dim is None:  # PyTorch's implicit choice
+            dim = 0 if a["input"].ndim in (0, 1, 3) else 1
+        return LossArguments(kind, a["input"], dim=dim, dtype=a["dtype"])
+    values = (_CROSS_ENTROPY if kind == "cross_entropy" else _NLL).bind(*args, **kwargs)
+    values.apply_defaults()
+    a = values.arguments
+    reduction = a["reduction"]
+    if a["size_average"] is not None or a["reduce"] is not None:
+        reduction = _reduction.legacy_get_string(a["size_average"], a["reduce"])
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', found {reduction!r}")
+    return LossArguments(
+        kind,
+        a["input"],
+        target=a["target"],
+        weight=a["weight"],
+        ignore_index=a["ignore_index"],
+        reduction=reduction,
+        label_smoothing=a.get("label_smoothing", 0.0),
+    )
