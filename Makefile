@@ -1,0 +1,67 @@
+# make test      install what the suite needs into $(VENV), run it
+# make lint      ruff and mypy
+# make nightly   the property tests with thousands of examples
+# make train     train a small model: BACKEND=torch|mindspore DATA=path STEPS=n, more options of the command in ARGS=
+#
+# VENV may name an environment that is ready: one that this file did not make is used as it is, nothing is
+# installed into it (make test VENV=~/venvs/dev).
+
+VENV    ?= .venv
+BACKEND ?= torch
+DATA    ?=
+STEPS   ?=
+ARGS    ?=
+# The interpreter that makes $(VENV), by default the first of these that is new enough.
+PYTHON  ?=
+
+PY     := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+
+# constraints.txt keeps an open requirement on torch from fetching a build with gigabytes of CUDA libraries.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: test lint nightly train clean
+
+ifeq ($(wildcard $(STAMPS))$(wildcard $(PY)),$(PY))
+# $(VENV) was made by somebody else.
+needs =
+else
+needs = $(STAMPS)/$(1)
+endif
+
+test: $(call needs,test)
+	$(PY) -m pytest $(ARGS)
+
+nightly: $(call needs,test)
+	HYPOTHESIS_PROFILE=nightly $(PY) -m pytest -m hypothesis --timeout=7200 $(ARGS)
+
+lint: $(call needs,lint)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+train: $(call needs,train-$(BACKEND))
+	$(PY) -m hyper_parallel.cli train --backend $(BACKEND) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+clean:
+	rm -rf $(if $(wildcard $(STAMPS)),$(VENV)) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+
+$(STAMPS)/venv:
+	@mkdir -p $(STAMPS)
+	@for python in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+		if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; then \
+			echo "making $(VENV) with $$python"; $$python -m venv $(VENV) && touch $@; exit; \
+		fi; \
+	done; echo "no Python from 3.10 to 3.12 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1
+
+$(STAMPS)/test: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[torch,mindspore,train,test]'
+	@touch $@
+
+# mypy reads torch's types, so that it finds the same wherever it runs.
+$(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[torch,test,lint]'
+	@touch $@
+
+$(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[$*,train]'
+	@touch $@
