@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform.platform import Group, LossArguments, NativeDTensor, NativeMesh, Platform
 from hyper_parallel.platform.torch import collectives, dtensor, interop, loss_arguments, op_names, random
 from hyper_parallel.platform.torch.custom_grad import linear_map
-from hyper_parallel.platform.torch.loss_kernels import TorchLossKernels
+
+if TYPE_CHECKING:
+    from hyper_parallel.loss_parallel.kernel_spec import LossKernels
 
 __all__ = ["TorchPlatform", "create_platform"]
 
@@ -202,7 +204,9 @@ class TorchPlatform(Platform):
     # -- loss parallel ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def loss_kernels(self) -> TorchLossKernels:  # type: ignore[override]
+    def loss_kernels(self) -> LossKernels:  # type: ignore[override]
+        from hyper_parallel.platform.torch.loss_kernels import TorchLossKernels  # needs layers above
+
         return TorchLossKernels()
 
     @property

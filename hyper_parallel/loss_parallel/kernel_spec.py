@@ -1,0 +1,274 @@
+"""What a backend's loss kernels compute (K1-K3): the mathematics, shapes, dtypes and collectives, once for
+all backends.
+
+Logits ``x`` of V classes are cut along the class dim; rank r of the class group holds ``C_r`` of them. Per
+token:
+
+    m   = max_c x_c                        lse = m + log sum_c exp(x_c - m)          p_c = exp(x_c - lse)
+    nll = lse - x_y                        w_y = weight of the target class, 1 without weights
+    loss = (1-e) w_y nll + e/V sum_c w_c (lse - x_c) + z lse^2
+    d loss / d x_c = A p_c - B [c = y] - e/V w_c,      A = (1-e) w_y + e/V sum_c w_c + 2 z lse,     B = (1-e)
+    w_y
+
+with smoothing e and z-loss factor z. A rank needs from the others only its share of each token's sum, so
+nothing of size ``[tokens, classes]`` is ever sent, and the backward pass sends nothing at all.
+
+Every number is kept relative to m: ``nll`` and ``p`` stay exact when all logits are shifted by a large
+constant, which a difference of two rounded log-sum-exps would not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel.loss_parallel.call_check import CallFacts, find_error
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.platform import Group
+
+__all__ = ["ClassShard", "LossKernels", "LossOptions", "Tensor"]
+
+Tensor = Any
+"""An array of the backend."""
+
+
+@dataclass(frozen=True)
+class ClassShard:
+    """Which classes this rank holds, and who holds the others.
+
+    Attributes:
+        start: first class of this rank.
+        stop: one past its last class; equal to ``start`` where it holds none.
+        num_classes: classes of all ranks together.
+        group: the ranks that share the class dim; None (or one member) when this rank holds all classes.
+    """
+
+    start: int
+    stop: int
+    num_classes: int
+    group: Group | None = None
+
+    @property
+    def others(self) -> bool:
+        """Whether other ranks hold classes too."""
+        return self.group is not None and self.group.size > 1
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """How the loss of a token is computed.
+
+    Attributes:
+        ignore_index: a token with this target has loss 0, token weight 0 and a gradient of exactly 0.
+        label_smoothing: e above, in [0, 1].
+        z_loss: z above, 0 or more.
+        inplace: write the gradient into the memory of the logits, which then hold the gradient. The logits
+            must be computed ones (not a leaf), and backward can run once. Other nodes that kept the logits
+            for their own backward notice and raise.
+        validate: agree with the other ranks on the arguments and look at the target values before computing.
+            None means yes on CPU and no on accelerators, where it costs a device synchronisation.
+            Unvalidated, a target outside ``[0, V)`` gives a loss and a gradient of NaN for its token.
+        description: what the caller calls (operator, reduction); ranks that disagree on it get an error.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    inplace: bool = False
+    validate: bool | None = None
+    description: str = ""
+
+
+class LossKernels(ABC):
+    """Differentiable class-sharded log-softmax and cross-entropy on plain local tensors.
+
+    ``local_logits`` has any shape, its dim ``dim`` (0 or more) holding this rank's classes, possibly none; it
+    need not be contiguous and is never modified (but see ``LossOptions.inplace``). ``target`` is the same on
+    all ranks, of the shape without the class dim, of any integer dtype. ``weight`` holds all V class weights
+    on every rank.
+
+    Statistics and results per token are fp32, or fp64 for fp64 logits. Gradients have the dtype of the logits
+    and are rounded once. Beyond an alias of the logits at most 16 bytes a token are kept for backward.
+    Differentiating twice raises. Methods raise the same exception on all ranks of the group, or return on all
+    of them.
+    """
+
+    # -- the operations --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def log_softmax(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        shard: ClassShard,
+        *,
+        dtype: Any = None,
+        validate: bool | None = None,
+    ) -> Tensor:
+        """K1: ``x_c - lse`` of the local classes, differentiable on its own.
+
+        The gradient is ``g_c - p_c sum_c' g_c'`` with the sum over the classes of all ranks, whatever uses
+        the result.
+
+        Args:
+            dtype: dtype of the result; by default the logits'. (No copy of the logits is made for it.)
+            validate: as in :class:`LossOptions`.
+        Collectives:
+            The exchange of statistics (8 bytes a token) forward, one all-reduce (4 bytes a token) backward.
+        """
+
+    @abstractmethod
+    def cross_entropy(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """K2 and K3: the loss of each token and its weight ``w_y``, both of ``target``'s shape, 0 where
+        ignored.
+
+        The loss is multiplied by ``w_y`` already, so PyTorch's mean is ``loss.sum() / token_weight.sum()``,
+        over the tokens of all ranks. The second result is not differentiable.
+
+        Collectives:
+            Forward the exchange of statistics: 12 bytes a token, 16 with smoothing. Before it, when
+            validating, an all-gather of a header of fixed size. Backward none.
+        Raises:
+            What :meth:`check_call` returns.
+        """
+
+    @abstractmethod
+    def nll_loss(
+        self,
+        local_log_probs: Tensor,
+        dim: int,
+        target: Tensor,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor]:
+        """``-w_y log p_y`` of each token and ``w_y``, as :meth:`cross_entropy`, from the result of
+        :meth:`log_softmax`.
+
+        Smoothing, z-loss and ``inplace`` do not apply to it.
+
+        Collectives:
+            Forward one all-reduce of 4 bytes a token, after the header when validating. Backward none.
+        """
+
+    # -- the same without autograd ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def distributed_log_softmax(
+        self, local_logits: Tensor, dim: int, shard: ClassShard, dtype: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """K1's forward: the local log-probabilities, and per token this rank's share ``sum_local p_c`` of the
+        whole.
+
+        ``softmax(local_logits) * share`` are this rank's probabilities: all that a backward needs.
+        """
+
+    @abstractmethod
+    def distributed_nll_loss_forward(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """K2's forward: loss and weight of each token, and what K3 needs of each token."""
+
+    @abstractmethod
+    def fused_nll_log_softmax_backward(
+        self, grad_loss: Tensor, local_logits: Tensor, dim: int, state: Any
+    ) -> Tensor:
+        """K3: the gradient of the local logits, without a collective; ``state`` is K2's third result."""
+
+    # -- agreement -------------------------------------------------------------------------------------------
+
+    def check_call(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor | None,
+        shard: ClassShard,
+        weight: Tensor | None = None,
+        options: LossOptions | None = None,
+        *,
+        kind: str = "cross_entropy",
+    ) -> Exception | None:
+        """What is wrong with a call, found out by all ranks together: the same answer on each.
+
+        One all-gather of a header of fixed size over the class group, before anything else runs. A caller
+        that also has to agree with ranks outside the class group calls this itself, and the kernel with
+        ``validate=False``.
+
+        Args:
+            kind: the method about to be called, for messages; ``target`` is None for ``"log_softmax"``.
+        Returns:
+            None when all is well; else a LossParallelLayoutError (shapes, devices, class ranges, arguments
+            that differ between ranks), LossParallelUnsupportedError (targets or options that the kernels
+            refuse), TypeError (a dtype), ValueError (an option out of range) or IndexError (a target outside
+            ``[0, V)``), to be raised.
+        """
+        options = options or LossOptions()
+        facts = self._describe(kind, local_logits, dim, target, shard, weight, options)
+        if facts.local_problem() is None:  # the values are worth reading only where the shapes are right
+            facts = self._read_values(facts, target, weight)
+        if not shard.others:
+            return find_error([facts])
+        assert shard.group is not None
+        headers = self._exchange_headers(facts.encode(), shard.group, local_logits)
+        return find_error([CallFacts.decode(header) for header in headers])
+
+    def _ensure_valid(
+        self,
+        kind: str,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor | None,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> None:
+        """Raise what is wrong; unvalidated, what this rank's shapes and dtypes show, without a collective."""
+        validate = self.validates_by_default(local_logits) if options.validate is None else options.validate
+        if validate:
+            error = self.check_call(local_logits, dim, target, shard, weight, options, kind=kind)
+        else:
+            error = self._describe(kind, local_logits, dim, target, shard, weight, options).local_problem()
+        if error is not None:
+            raise error
+
+    @abstractmethod
+    def validates_by_default(self, local_logits: Tensor) -> bool:
+        """Whether looking at values costs nothing extra on the device of ``local_logits``."""
+
+    @abstractmethod
+    def _describe(
+        self,
+        kind: str,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor | None,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> CallFacts:
+        """The facts of a call that need no look at values."""
+
+    @abstractmethod
+    def _read_values(self, facts: CallFacts, target: Tensor | None, weight: Tensor | None) -> CallFacts:
+        """The facts with ``target_digest``, ``bad_targets``, ``first_bad_target`` and ``weight_digest``."""
+
+    @abstractmethod
+    def _exchange_headers(self, header: Sequence[int], group: Group, like: Tensor) -> list[list[int]]:
+        """All-gather a list of int64 values; one list a rank, in group order."""
