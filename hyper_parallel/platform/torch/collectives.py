@@ -18,6 +18,10 @@ __all__ = [
     "reduce_scatter_uneven",
 ]
 
+# renamed in newer releases, the old names warn there
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -38,7 +42,7 @@ def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
         return x.clone()[None]
     out = x.new_empty((group.size, *x.shape))
     if x.numel():
-        dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group.handle)
+        _all_gather_single(out.view(-1), x.view(-1), group=group.handle)
     return out
 
 
@@ -72,7 +76,7 @@ def reduce_scatter_uneven(x: torch.Tensor, dim: int, sizes: Sequence[int], group
         padded = pieces
     out = torch.empty_like(padded[0])
     if out.numel():
-        dist.reduce_scatter_tensor(out.view(-1), torch.stack(padded).view(-1), group=group.handle)
+        _reduce_scatter_single(out.view(-1), torch.stack(padded).view(-1), group=group.handle)
     return out.narrow(dim, 0, sizes[group.rank]).contiguous()
 
 
