@@ -19,6 +19,7 @@ from hyper_parallel.platform.platform import Tensor
 __all__ = ["DTensor", "distribute_tensor"]
 
 _base: Any = get_platform().tensor_base
+_opaque = get_platform().opaque
 dispatcher = OpDispatcher()
 
 
@@ -39,6 +40,7 @@ class DTensor(_base):  # type: ignore[misc]
         return dispatcher.dispatch(op_call, args, kwargs)
 
     @classmethod
+    @_opaque
     def from_local(
         cls,
         local: Tensor,
@@ -76,6 +78,7 @@ class DTensor(_base):  # type: ignore[misc]
         result: DTensor = platform.as_dtensor(cls, local, layout)
         return result
 
+    @_opaque
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part as a plain tensor, on the same graph. No collective, no copy.
 
@@ -101,10 +104,12 @@ class DTensor(_base):  # type: ignore[misc]
                 local = reduce_gradient(local, self._layout, partial)
         return local
 
+    @_opaque
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank, differentiable. All-gathers shards and all-reduces partial sums."""
         return self.redistribute(placements=[Replicate()] * self._layout.mesh.ndim).to_local()
 
+    @_opaque
     def redistribute(
         self, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
@@ -171,6 +176,7 @@ class DTensor(_base):  # type: ignore[misc]
 dispatcher.dtensor_class = DTensor
 
 
+@_opaque
 def distribute_tensor(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Cut a tensor that every rank holds whole. Each rank keeps its own part; no collective forward.
 

@@ -229,6 +229,10 @@ class Platform(ABC):
     def call_local(self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator in :meth:`local_mode`."""
 
+    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep the framework's compiler from tracing into a function; the function itself where there is no need."""
+        return function
+
     @abstractmethod
     def get_op_name(self, op_call: Any) -> str:
         """The operator's name in the YAML tables: spelling variants of one operator share a name."""

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["TensorBase", "as_dtensor", "as_local", "call_local", "local_mode"]
+__all__ = ["TensorBase", "as_dtensor", "as_local", "call_local", "local_mode", "opaque"]
 
 local_mode = torch._C.DisableTorchFunctionSubclass
 """Inside it DTensors behave as the local tensors that they are."""
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep ``torch.compile`` out of a function: the code around it is compiled, it runs as it is.
+
+    ``torch.compiler.disable`` does that, but importing the compiler takes seconds; so only once someone else has.
+    """
+
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    wrapper._torchdynamo_disable_msg = "operators on DTensors are dispatched, not traced"  # type: ignore[attr-defined]
+    return wrapper
 
 
 class TensorBase(torch.Tensor):
@@ -23,10 +46,17 @@ class TensorBase(torch.Tensor):
         raise NotImplementedError(f"{cls.__name__} must define _dispatch")
 
     @classmethod
+    @opaque
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return cls._dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Never called: operators are caught one level above. Its presence tells ``torch.compile`` not to trace these
+        tensors, which it would take for local ones; the code around them is compiled, they run as they are."""
+        raise NotImplementedError(f"{func} on {cls.__name__} below the dispatcher")
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -52,14 +82,14 @@ class TensorBase(torch.Tensor):
 
 def as_dtensor(cls: type, local: torch.Tensor, layout: Any, *, fresh: bool = False) -> Any:
     """Dress ``local`` with ``layout``, on the same autograd graph and storage."""
-    if fresh and type(local) is torch.Tensor:
-        local.__class__ = cls  # an alias would cost another autograd node on every operator
-        out = local
-    else:
+    if not (fresh and type(local) is torch.Tensor):  # an alias costs another autograd node
         with local_mode():
-            out = local.as_subclass(cls)  # type: ignore[arg-type]
-    out._layout = layout  # type: ignore[attr-defined]
-    return out
+            local = local.view_as(local)
+            if type(local) is not torch.Tensor:
+                local = local.as_subclass(torch.Tensor)
+    local.__class__ = cls
+    local._layout = layout  # type: ignore[attr-defined]
+    return local
 
 
 def as_local(x: torch.Tensor) -> torch.Tensor:

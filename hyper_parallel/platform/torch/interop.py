@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +58,9 @@ def _lonely_group(group: Group) -> Any:
 
 
 def is_native_dtensor(x: Any) -> bool:
-    """Whether ``x`` is PyTorch's DTensor; does not import its module, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    """Whether ``x`` is PyTorch's DTensor; does not import its module, which takes seconds."""
+    kind = type(x)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
 def take_apart(tensor: Any) -> NativeDTensor:

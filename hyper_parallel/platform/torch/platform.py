@@ -171,6 +171,9 @@ class TorchPlatform(Platform):
     def call_local(self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return dtensor.call_local(op_call, args, kwargs)
 
+    def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return dtensor.opaque(function)
+
     def get_op_name(self, op_call: Any) -> str:
         return op_names.get_op_name(op_call)
 
