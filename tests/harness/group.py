@@ -16,12 +16,23 @@ from typing import Any
 from tests.harness.backends import all_ranks_meet
 from tests.harness.errors import DistributedError, GroupStartError, RankDied, RankError, RankTimeout
 from tests.harness.launch import Process, kill_all, start_ranks
-from tests.harness.protocol import Failure, Message, Raised, Ready, Success, decode, encode, make_call
+from tests.harness.protocol import (
+    Failure,
+    Message,
+    Raised,
+    Ready,
+    Success,
+    decode,
+    encode,
+    import_module,
+    make_call,
+)
 from tests.harness.report import Outcome, describe, ranks_where
 
 _START_SECONDS = 180.0
 _GRACE_SECONDS = 2.0  # once a rank has failed the others get this long: they may wait for it in a collective
 _POLL_SECONDS = 0.25
+_CHECK_SECONDS = 10.0
 _STACK_SECONDS = 0.5
 
 
@@ -37,6 +48,7 @@ class WorkerGroup:
             raise ValueError(f"world_size is {world_size}, expected 1 or more")
         self.platform = platform
         self.world_size = world_size
+        self._imported: set[str] = set()
         self._directory = Path(tempfile.mkdtemp(prefix=f"harness-{platform}-{world_size}-"))
         self._ranks: list[Process] = []
         self._helpers: list[Process] = []
@@ -83,8 +95,8 @@ class WorkerGroup:
         data = encode(call)  # before any rank gets to work: what cannot be pickled harms nobody
         wanted: type[Message] = Failure if expect_error else Success
         try:
-            outcomes, waited = self._call(data, timeout, wanted)
-            self._judge(outcomes, f"running {call}", waited, wanted)
+            self._import(call.module)
+            outcomes = self._call(data, f"running {call}", timeout, wanted)
             in_step = not expect_error or self._is_in_step()
         except BaseException:  # an interrupt, too, leaves ranks in the middle of something
             self.close()
@@ -99,7 +111,23 @@ class WorkerGroup:
         self._ranks, self._helpers = [], []
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _call(self, data: bytes, timeout: float, wanted: type[Message]) -> tuple[list[Outcome], str]:
+    def _import(self, module: str) -> None:
+        """Import a test module ahead of its first function; on a busy machine that can take long."""
+        if module not in self._imported:
+            data = encode(make_call(import_module, (module,), {}))
+            self._call(data, f"importing {module}", _START_SECONDS, Success)
+            self._imported.add(module)
+
+    def _is_in_step(self) -> bool:
+        """After expected errors: whether a collective still works; if not, they came at different points."""
+        data = encode(make_call(all_ranks_meet, (), {}))
+        try:
+            outcomes = self._call(data, "checking the group", _CHECK_SECONDS, Success)
+        except DistributedError:
+            return False
+        return all(outcome.answer == Success(True) for outcome in outcomes)
+
+    def _call(self, data: bytes, doing: str, timeout: float, wanted: type[Message]) -> list[Outcome]:
         for process in [*self._ranks, *self._helpers]:
             process.log.mark()
         for process in self._ranks:
@@ -107,7 +135,9 @@ class WorkerGroup:
                 OSError
             ):  # a dead worker is found, and named, when its answer is awaited
                 process.connection.send_bytes(data)
-        return self._collect(timeout, wanted)
+        outcomes, waited = self._collect(timeout, wanted)
+        self._judge(outcomes, doing, waited, wanted)
+        return outcomes
 
     def _collect(self, timeout: float, wanted: type[Message]) -> tuple[list[Outcome], str]:
         """Wait for a message of each rank. Once the call has failed the rest get a short grace, no more.
@@ -152,11 +182,6 @@ class WorkerGroup:
             if ranks:
                 what = f"{self.platform} group of {self.world_size}, {doing}"
                 raise error(describe(outcomes, self._helpers, what, waited, wanted), ranks)
-
-    def _is_in_step(self) -> bool:
-        """After expected errors: whether a collective still works; if not, they came at different points."""
-        outcomes, _ = self._call(encode(make_call(all_ranks_meet, (), {})), _GRACE_SECONDS, Success)
-        return all(outcome.answer == Success(True) for outcome in outcomes)
 
 
 def _receive(connection: Connection) -> Message | None:

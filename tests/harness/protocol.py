@@ -113,6 +113,11 @@ def resolve(call: Call) -> Callable[..., Any]:
     return _find(importlib.import_module(call.module), call.name)
 
 
+def import_module(name: str) -> None:
+    """In a worker: import a test module."""
+    importlib.import_module(name)
+
+
 def _find(module: ModuleType | None, qualified_name: str) -> Any:
     found: Any = module
     for part in qualified_name.split("."):

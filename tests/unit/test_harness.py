@@ -135,7 +135,10 @@ class TestTorch:
         assert not any(_exists(pid) for pid in pids)
         assert run_distributed(all_ranks_meet, platform=platform, world_size=world_size) == [True, True]
 
-    def test_expected_errors_out_of_step(self, platform: str, world_size: int) -> None:
+    def test_expected_errors_out_of_step(
+        self, platform: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(group, "_CHECK_SECONDS", 1.0)
         first = harness.workers(platform, world_size)
         found = first.run(fail_after_different_collectives, expect_error=True)
         assert found == [("ValueError", "boom")] * 2
