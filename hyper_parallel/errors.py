@@ -6,6 +6,7 @@ __all__ = [
     "HyperParallelError",
     "LossParallelLayoutError",
     "LossParallelUnsupportedError",
+    "ParallelPlanError",
     "PlatformError",
     "UnsupportedOperatorError",
 ]
@@ -35,3 +36,10 @@ class LossParallelLayoutError(HyperParallelError, ValueError):
 
 class LossParallelUnsupportedError(HyperParallelError, NotImplementedError):
     """A cross-entropy option that loss parallel refuses: label smoothing, probability targets."""
+
+
+class ParallelPlanError(HyperParallelError, ValueError):
+    """A plan, style or shard loader does not fit the model or the number of ranks.
+
+    Raised on every rank, before any parameter is changed. The message names what was found and what was expected.
+    """
