@@ -1,0 +1,1 @@
+"""Small models in ordinary single-device code, one file per backend."""

@@ -1,0 +1,1 @@
+"""Training jobs: options, data, the loop, local workers."""

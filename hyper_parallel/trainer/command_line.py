@@ -1,0 +1,95 @@
+"""From the command line and a YAML file to typed options: command line before file before defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml
+
+from hyper_parallel.trainer.options import TrainOptions
+
+__all__ = ["UsageError", "parse_train_options", "read_options_file"]
+
+
+class UsageError(ValueError):
+    """The user asked for something that cannot be; the message is all there is to say."""
+
+
+def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
+    """``[config.yaml] [--section.option value ...]`` as options.
+
+    Raises:
+        UsageError: the file cannot be used.
+        SystemExit: 0 after ``--help``; 2 for an option that does not exist (with near matches) or a value
+            that does not fit.
+    """
+    rest, defaults = list(arguments), TrainOptions()
+    if rest and not rest[0].startswith("-"):
+        defaults = read_options_file(Path(rest.pop(0)))
+    return tyro.cli(
+        TrainOptions,
+        args=rest,
+        default=defaults,
+        prog="hyper-parallel train",
+        description=f"{TrainOptions.__doc__} Options may also come from a YAML file as the first argument.",
+    )
+
+
+def read_options_file(path: Path) -> TrainOptions:
+    """Options from a YAML file whose nested mappings are the sections.
+
+    Raises:
+        UsageError: the file cannot be read, or names an option that does not exist; near matches are given.
+        SystemExit: 2 for a value that does not fit.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read options from {path}: {error}") from None
+    content = {} if content is None else content
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} holds a {type(content).__name__}; expected a mapping of options")
+    known = list(_option_names(TrainOptions()))
+    arguments: list[str] = []
+    for name, value in _flatten(content):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = (
+                f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
+            )
+            raise UsageError(f"{path}: unknown option {name!r}; {hint}")
+        arguments += _as_arguments(name, value)
+    return tyro.cli(TrainOptions, args=arguments, prog=str(path), add_help=False)
+
+
+def _option_names(options: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _option_names(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _as_arguments(name: str, value: Any) -> list[str]:
+    """The same on a command line."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        section, _, last = flag[2:].rpartition(".")
+        return [flag if value else f"--{section}.no-{last}" if section else f"--no-{last}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]

@@ -1,0 +1,148 @@
+"""What a person watches, and what is kept of each step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.platform.training import TrainingTools
+
+__all__ = ["MetricsLog", "StepRecord"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, as the loop sees it; loss and norm stay on the device until they are reported.
+
+    Attributes:
+        step: the first is 1.
+        loss: mean over the valid tokens of all ranks.
+        grad_norm: before clipping.
+        lr: learning rate used.
+        tokens: of all ranks.
+    """
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    tokens: int
+
+
+class MetricsLog:
+    """A progress bar, a line per interval and, in a file, a JSON line per step; rank 0 writes them.
+
+    Every rank records every step: closing an interval is collective (the largest peak memory is found).
+
+    Args:
+        path: the JSON lines file; replaced.
+        total: steps of the run.
+        interval: steps between two lines.
+        mesh: the job's.
+        tools: the backend's.
+        label: what the progress bar says.
+    """
+
+    def __init__(
+        self, path: Path, total: int, interval: int, mesh: DeviceMesh, tools: TrainingTools, label: str
+    ) -> None:
+        self._interval, self._mesh, self._tools = interval, mesh, tools
+        self._pending: list[StepRecord] = []
+        self._began = self._since = time.perf_counter()
+        self._tokens = 0
+        self.peak_memory = 0
+        self.first: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        self._file: IO[str] | None = None
+        self._bar: Any = None
+        if get_platform().rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            # disable=None: no bar where nobody would see it move
+            self._bar = tqdm(total=total, desc=label, unit="step", disable=None, dynamic_ncols=True)
+
+    def record(self, step: StepRecord) -> None:
+        """Take note of a step; every ``interval`` steps, report."""
+        self._pending.append(step)
+        self._tokens += step.tokens
+        if self._bar is not None:
+            self._bar.update()
+        if step.step % self._interval == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Report what was not reported yet. Collective."""
+        if not self._pending:
+            return
+        platform = get_platform()
+        rows = [
+            {
+                "step": r.step,
+                "loss": float(platform.to_numpy(r.loss)),
+                "grad_norm": float(platform.to_numpy(r.grad_norm)),
+                "lr": r.lr,
+                "tokens": r.tokens,
+            }
+            for r in self._pending
+        ]
+        now = time.perf_counter()
+        speed = sum(r.tokens for r in self._pending) / max(now - self._since, 1e-9)
+        self.peak_memory = self._largest(self._tools.peak_memory(self._mesh.device_type))
+        for row in rows:
+            row |= {"tokens_per_second": round(speed, 1), "peak_memory_bytes": self.peak_memory}
+        self._write(rows)
+        self.first, self.last = self.first or rows[0], rows[-1]
+        self._pending.clear()
+        self._since = time.perf_counter()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole run so far."""
+        return self._tokens / max(self._since - self._began, 1e-9)
+
+    @property
+    def seconds(self) -> float:
+        """From the first step to the last report."""
+        return self._since - self._began
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if self._file is None:
+            return
+        for row in rows:
+            self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        last = rows[-1]
+        line = (
+            f"step {last['step']:>5}  loss {last['loss']:.4f}  grad norm {last['grad_norm']:.3f}  "
+            f"lr {last['lr']:.2e}  {last['tokens_per_second']:,.0f} tokens/s  "
+            f"peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB a rank"
+        )
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+        self._bar.set_postfix(loss=f"{last['loss']:.3f}", refresh=False)
+
+    def _largest(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        if self._mesh.size() == 1:
+            return value
+        platform = get_platform()
+        tensor = self._tools.to_device(np.array([value], np.float32), self._mesh.device_type)
+        for dim in range(self._mesh.ndim):
+            tensor = platform.all_reduce(tensor, "max", self._mesh.get_group(dim))
+        return int(platform.to_numpy(tensor)[0])
+
+    def close(self) -> None:
+        """Close file and progress bar."""
+        if self._file is not None:
+            self._file.close()
+            self._bar.close()

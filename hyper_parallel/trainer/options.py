@@ -1,0 +1,117 @@
+"""What can be set of a training job: plain dataclasses, a docstring under each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hyper_parallel.config import ParallelismConfig
+from hyper_parallel.models.llama.config import LlamaConfig
+
+__all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions"]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long, and on how much text at a time."""
+
+    steps: int = 120
+    """Optimizer steps."""
+
+    batch_size: int = 8
+    """Windows of text per step, over all data-parallel ranks and accumulated parts."""
+
+    sequence_length: int = 256
+    """Tokens of a window."""
+
+    gradient_accumulation: int = 1
+    """Parts that a rank's share of a batch is worked off in, one after another."""
+
+    max_grad_norm: float | None = 1.0
+    """Gradients with a larger norm (over all parameters and ranks) are scaled down to it; None: never."""
+
+    log_interval: int = 10
+    """Steps between two lines of the report."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_interval"):
+            _at_least(name, getattr(self, name), 1)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive or None, found {self.max_grad_norm}")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
+
+    lr: float = 3e-3
+    """Highest learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two running moments."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decay of matrices; vectors have none."""
+
+    warmup_steps: int = 10
+    """Steps until ``lr`` is reached."""
+
+    final_lr_ratio: float = 0.1
+    """Learning rate of the last step, as a part of ``lr``."""
+
+    def __post_init__(self) -> None:
+        _at_least("lr", self.lr, 0)
+        _at_least("eps", self.eps, 0)
+        _at_least("weight_decay", self.weight_decay, 0)
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), found {self.betas}")
+        if not 0 <= self.final_lr_ratio <= 1:
+            raise ValueError(f"final_lr_ratio must lie in [0, 1], found {self.final_lr_ratio}")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a Llama on text, byte by byte, with the last layer and its loss shared between ranks."""
+
+    data: Path | None = None
+    """A file or a folder of text; None: the source of Python's standard library."""
+
+    output: Path = Path("outputs/llama_bytes")
+    """Where metrics and logs are written; those of an earlier run are replaced."""
+
+    nproc: int = 2
+    """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
+
+    backend: Literal["torch"] = "torch"
+    """The framework."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the tensors live."""
+
+    seed: int = 0
+    """Initial weights and the order of the text depend on it."""
+
+    compare: bool = True
+    """Afterwards train the same with one process, and report the largest difference between the losses."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+
+    parallelism: ParallelismConfig = field(
+        default_factory=lambda: ParallelismConfig(tensor_parallel_degree=2)
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("nproc", self.nproc, 1)
+        _at_least("seed", self.seed, 0)
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, found {value}")

@@ -1,0 +1,112 @@
+"""What a run leaves in its folder: losses of each step, a summary, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = [
+    "COMPARISON_FILE",
+    "METRICS_FILE",
+    "SINGLE_PROCESS_FOLDER",
+    "SUMMARY_FILE",
+    "LossComparison",
+    "RunSummary",
+    "compare_losses",
+    "read_losses",
+]
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+COMPARISON_FILE = "comparison.json"
+SINGLE_PROCESS_FOLDER = "single_process"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What is left to say when a run has ended."""
+
+    steps: int
+    interrupted: bool
+    first_loss: float
+    last_loss: float
+    seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    parameters: int
+    backend: str
+    version: str
+    data_parallel_degree: int
+    tensor_parallel_degree: int
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the job."""
+        return self.data_parallel_degree * self.tensor_parallel_degree
+
+    def describe(self) -> str:
+        """One or two lines."""
+        how = f"dp={self.data_parallel_degree} tp={self.tensor_parallel_degree}"
+        ended = f"stopped after {self.steps} steps" if self.interrupted else f"{self.steps} steps"
+        return (
+            f"{how} on {self.backend} {self.version}, {self.parameters:,} parameters: "
+            f"{ended} in {self.seconds:.1f} s, "
+            f"loss {self.first_loss:.4f} -> {self.last_loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, "
+            f"peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB a rank"
+        )
+
+    def write(self, folder: Path) -> None:
+        """Into the folder of a run."""
+        content = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / SUMMARY_FILE).write_text(content, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> RunSummary:
+        """From the folder of a run."""
+        return cls(**json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")))
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """Step -> loss of a JSON lines file of metrics."""
+    with open(path, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """Two runs, step by step.
+
+    Attributes:
+        steps: how many were compared.
+        max_difference: largest absolute difference of the losses.
+        step: where it is.
+    """
+
+    steps: int
+    max_difference: float
+    step: int
+
+    def describe(self) -> str:
+        """One line."""
+        return f"maximum loss difference in {self.steps} steps: {self.max_difference:.2e} (step {self.step})"
+
+
+def compare_losses(one: Mapping[int, float], other: Mapping[int, float]) -> LossComparison:
+    """Compare two mappings from step to loss.
+
+    Raises:
+        ValueError: they have different steps, or none.
+
+    Example:
+        >>> compare_losses({1: 5.0, 2: 4.0}, {1: 5.0, 2: 4.5})
+        LossComparison(steps=2, max_difference=0.5, step=2)
+    """
+    if one.keys() != other.keys() or not one:
+        raise ValueError(f"the runs have different steps: {len(one)} and {len(other)}; nothing to compare")
+    # A loss that is not a number is as far off as can be.
+    gaps = {step: abs(one[step] - other[step]) for step in one}
+    worst = max(gaps, key=lambda step: (gaps[step] != gaps[step], gaps[step]))
+    return LossComparison(len(gaps), gaps[worst], worst)

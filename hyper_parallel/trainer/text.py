@@ -1,0 +1,106 @@
+"""Text as bytes: which files belong to a data set, and the token ids of their content."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["ByteTokenizer", "find_files", "read_tokens"]
+
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+_PEEK = 8192
+
+
+class ByteTokenizer:
+    """A token is a byte; three specials follow the 256 bytes.
+
+    Example:
+        >>> ByteTokenizer.decode(ByteTokenizer.encode("hé"))
+        'hé'
+    """
+
+    bos_id = 256
+    """Begins a document."""
+
+    eos_id = 257
+    """Ends a document."""
+
+    pad_id = 258
+    """Fills what a document leaves empty; never a target."""
+
+    vocab_size = 259
+
+    @classmethod
+    def encode(cls, text: str) -> np.ndarray:
+        """uint16 ids of the text's UTF-8 bytes, without specials."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    @classmethod
+    def encode_document(cls, content: bytes) -> np.ndarray:
+        """uint16 ids between ``bos_id`` and ``eos_id``."""
+        ids = np.empty(len(content) + 2, np.uint16)
+        ids[0], ids[-1] = cls.bos_id, cls.eos_id
+        ids[1:-1] = np.frombuffer(content, np.uint8)
+        return ids
+
+    @classmethod
+    def decode(cls, ids: np.ndarray) -> str:
+        """The text, without specials; bytes that are not UTF-8 become replacement characters."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+def find_files(path: Path | None) -> list[Path]:
+    """The files of a data set, in an order that is the same everywhere.
+
+    Args:
+        path: a file; or a folder, whose text files are taken at any depth (hidden ones and those with a zero
+            byte near the beginning are left out); or None for the source of Python's standard library.
+
+    Raises:
+        FileNotFoundError: there is no such path, or nothing in it.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = [f for f in _walk(root, _NOT_THE_LIBRARY) if f.suffix == ".py"]
+    elif path.is_dir():
+        root = path
+        found = [f for f in _walk(root, frozenset({"__pycache__"})) if not _is_binary(f)]
+    elif path.is_file():
+        return [path]
+    else:
+        raise FileNotFoundError(f"no data at {path}: expected a file or a folder of text")
+    if not found:
+        raise FileNotFoundError(f"no text files in {root}")
+    return sorted(found, key=lambda f: f.relative_to(root).as_posix())
+
+
+def read_tokens(path: Path | None) -> np.ndarray:
+    """One uint16 array: every file of the data set (:func:`find_files`) as a document, one after another.
+
+    Raises:
+        FileNotFoundError: nothing to read.
+    """
+    contents = (file.read_bytes() for file in find_files(path))
+    documents = [ByteTokenizer.encode_document(content) for content in contents if content]
+    if not documents:
+        raise FileNotFoundError(f"every file of {path} is empty")
+    return np.concatenate(documents)
+
+
+def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in left_out and not s.startswith(".")]
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _is_binary(file: Path) -> bool:
+    with open(file, "rb") as stream:
+        return b"\0" in stream.read(_PEEK)

@@ -1,0 +1,85 @@
+"""Inside a worker process: die with the launcher, and leave it a note about what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["ERROR_FILE", "LIFELINE", "ErrorNote", "run_guarded"]
+
+ERROR_FILE = "HYPER_PARALLEL_ERROR_FILE"
+"""Environment variable: where a worker writes why it failed."""
+
+LIFELINE = "HYPER_PARALLEL_LIFELINE"
+"""Environment variable: a file descriptor that ends when the launcher does."""
+
+
+@dataclass(frozen=True)
+class ErrorNote:
+    """An exception, as the launcher reads it.
+
+    Attributes:
+        kind: name of its class.
+        message: its text.
+        trace: the traceback.
+        time: when it was caught, in seconds of the system clock.
+    """
+
+    kind: str
+    message: str
+    trace: str
+    time: float
+
+    @classmethod
+    def read(cls, path: Path) -> ErrorNote | None:
+        """The note at ``path``; None where there is none, or a half-written one."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Leave it at ``path``; whole or not at all."""
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(path)
+
+
+def run_guarded(work: Callable[[], int]) -> int:
+    """Run what a worker has to do, and return its exit status.
+
+    Under this library's launcher an exception becomes a note and ends the process with status 1; under
+    another one it passes through.
+    """
+    if LIFELINE in os.environ:
+        threading.Thread(target=_die_with_launcher, args=(int(os.environ[LIFELINE]),), daemon=True).start()
+    if ERROR_FILE not in os.environ:
+        return work()
+    try:
+        return work()
+    except Exception as error:
+        # The note comes first: peers notice this rank's end only after it, so the oldest note is the cause.
+        trace = "".join(traceback.format_exception(error))
+        note = ErrorNote(type(error).__name__, str(error), trace, time.time())
+        note.write(Path(os.environ[ERROR_FILE]))
+        _leave(1)
+
+
+def _die_with_launcher(descriptor: int) -> None:
+    os.read(descriptor, 1)  # returns when the launcher, which never writes, has ended
+    _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """Without waiting for peers, which may wait for this rank in a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
