@@ -115,8 +115,7 @@ def _check_options(call: LossArguments) -> None:
         raise TypeError(f"{call.kind} needs floating-point logits, found {platform.dtype_name(call.input)}")
     if call.label_smoothing:
         raise LossParallelUnsupportedError(
-            f"label_smoothing={call.label_smoothing} is not supported inside loss_parallel(); expected 0.0 "
-            "(vocab_parallel_cross_entropy takes label_smoothing)"
+            f"label_smoothing={call.label_smoothing} is not supported inside loss_parallel(); expected 0.0"
         )
     if not platform.is_tensor(call.target):
         raise TypeError(f"{call.kind} needs a target tensor, found {type(call.target).__name__}")
