@@ -124,7 +124,8 @@ class CallFacts:
         if width != self.stop - self.start or not 0 <= self.start <= self.stop <= self.num_classes:
             return LossParallelLayoutError(
                 f"found {width} classes in dim {self.dim} of the local logits (shape {self.logits_shape}); "
-                f"expected {self.stop - self.start}, of classes [{self.start}, {self.stop}) of {self.num_classes}"
+                f"expected {self.stop - self.start}, the classes [{self.start}, {self.stop}) "
+                f"of {self.num_classes}"
             )
         return None
 
@@ -133,8 +134,8 @@ class CallFacts:
             return None
         if self.target_dtype in _FLOATS:
             return LossParallelUnsupportedError(
-                f"the target has dtype {self.target_dtype} and shape {self.target_shape}: class probabilities are "
-                "not supported; expected class indices of an integer dtype"
+                f"the target has dtype {self.target_dtype} and shape {self.target_shape}: class "
+                "probabilities are not supported; expected class indices of an integer dtype"
             )
         if self.target_dtype not in _INTEGERS:
             return TypeError(f"the target is {self.target_dtype}; expected class indices of an integer dtype")
@@ -219,8 +220,8 @@ def find_error(facts: Sequence[CallFacts]) -> Exception | None:
             found, expected = getattr(one, name), getattr(first, name)
             if found != expected:
                 return LossParallelLayoutError(
-                    f"{what} differs between the ranks of the class group: {found!r} on rank {rank}, {expected!r} "
-                    "on rank 0; expected the same on all ranks that share the class dim"
+                    f"{what} differs between the ranks of the class group: {found!r} on rank {rank}, "
+                    f"{expected!r} on rank 0; expected the same on all ranks that share the class dim"
                 )
     return _partition_error(facts) or _range_error(first)
 
@@ -236,9 +237,10 @@ def _partition_error(facts: Sequence[CallFacts]) -> Exception | None:
         if position == facts[0].num_classes:
             return None
     ranges = ", ".join(f"[{one.start}, {one.stop})" for one in facts)
+    together = sum(one.stop - one.start for one in facts)
     return LossParallelLayoutError(
-        f"the ranks of the class group hold classes {ranges}, {sum(o.stop - o.start for o in facts)} together; "
-        f"expected each of the {facts[0].num_classes} classes once (gathered logits are not shards)"
+        f"the ranks of the class group hold classes {ranges}, {together} together; expected each of the "
+        f"{facts[0].num_classes} classes once (gathered logits are not shards)"
     )
 
 

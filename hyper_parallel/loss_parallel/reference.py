@@ -49,7 +49,7 @@ class TokenLoss:
     axis: int
 
     def backward(self, grad_loss: ArrayLike = 1.0) -> list[Array]:
-        """Gradients of the shards for an upstream gradient per token; rows of ignored tokens are exactly 0."""
+        """Gradients of the shards for an upstream gradient per token; of ignored tokens exactly 0."""
         upstream = np.where(self.kept, np.asarray(grad_loss, np.float64), 0.0)
         return [grad * np.expand_dims(upstream, self.axis) for grad in self.grads]
 
@@ -109,7 +109,7 @@ def nll_loss(
     arrays = _float64(log_probs)
     kept, _, token_weight, hits = _tokens(arrays, axis, target, weight, ignore_index)
     loss = np.where(kept, token_weight * _at_target(arrays, hits, axis), 0.0)
-    grads = [-hit * np.expand_dims(token_weight, axis) for hit in hits]
+    grads = [np.where(hit, -np.expand_dims(token_weight, axis), 0.0) for hit in hits]
     return TokenLoss(loss, token_weight, kept, grads, axis)
 
 
@@ -178,7 +178,7 @@ def reduce_tokens(parts: Sequence[TokenLoss], reduction: str) -> tuple[Any, list
 def _tokens(
     arrays: Sequence[Array], axis: int, target: ArrayLike, weight: ArrayLike | None, ignore_index: int
 ) -> tuple[Array, list[Array], Array, list[Array]]:
-    """Which tokens count; each shard's class weights, shaped to broadcast; ``w_y``; each shard's ``c == y``."""
+    """Which tokens count; each shard's class weights, broadcastable; ``w_y``; each shard's ``c == y``."""
     labels = np.asarray(target).astype(np.int64)
     num_classes = sum(x.shape[axis] for x in arrays)
     kept = labels != ignore_index

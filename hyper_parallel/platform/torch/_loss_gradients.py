@@ -1,4 +1,4 @@
-"""Gradients of the class-sharded loss with respect to this rank's logits, without autograd and without collectives."""
+"""Gradients of the class-sharded loss in this rank's logits, without autograd and without collectives."""
 
 from __future__ import annotations
 
@@ -10,25 +10,18 @@ from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
 from hyper_parallel.platform.torch._loss_rows import (
     Chunk,
     chunks,
-    matrices,
     softmax_rows,
     statistics_dtype,
     zero_rows,
 )
+from hyper_parallel.platform.torch._loss_targets import IGNORED, put_at_index
 
-__all__ = ["ELSEWHERE", "IGNORED", "LossState", "cross_entropy_grad", "log_softmax_grad", "put_at_index"]
-
-ELSEWHERE = -1
-"""Target index of a token whose target's class another rank holds."""
-
-IGNORED = -2
-"""Target index of a token whose target is ``ignore_index``."""
+__all__ = ["LossState", "cross_entropy_grad", "log_softmax_grad", "sum_over_classes"]
 
 
 @dataclass(frozen=True)
 class LossState:
-    """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token, for fp32
-    statistics.
+    """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token (fp64: 28).
 
     Attributes:
         slope: per token, A of kernel_spec times this rank's share of the probabilities.
@@ -52,7 +45,7 @@ class LossState:
 def cross_entropy_grad(
     grad_loss: torch.Tensor, logits: torch.Tensor, dim: int, state: LossState
 ) -> torch.Tensor:
-    """``g (A p_c - B [c = y] - e/V w_c)``, rounded once to the logits' dtype; rows of ignored tokens are exactly 0."""
+    """``g (A p_c - B [c = y] - e/V w_c)``, rounded once to the logits' dtype; of ignored tokens exactly 0."""
     upstream = torch.where(state.target_index == IGNORED, 0.0, grad_loss.reshape(-1).to(state.slope.dtype))
     weight = _local_weight(state)
     factor = state.options.label_smoothing / max(state.shard.num_classes, 1)
@@ -85,14 +78,12 @@ def log_softmax_grad(
     return out
 
 
-def put_at_index(x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor) -> None:
-    """Per token, set ``x`` at class ``index`` to ``values``, where that is not negative."""
-    for start, (rows,) in matrices(dim, x):
-        part = index[start : start + rows.shape[0]]
-        column = part.clamp(min=0).long()[:, None]
-        value = values[start : start + rows.shape[0], None].to(x.dtype)
-        # what stays is written back as it was: picking rows out instead would synchronise a device
-        rows.scatter_(1, column, torch.where(part[:, None] >= 0, value, rows.gather(1, column)))
+def sum_over_classes(x: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
+    """Per token the sum over this rank's classes, in the statistics' dtype, without a copy of ``x`` in it."""
+    out = torch.zeros(tokens, dtype=statistics_dtype(x), device=x.device)
+    for start, stop, (rows,), _ in chunks(dim, x):
+        torch.sum(rows, 1, dtype=out.dtype, out=out[start:stop])
+    return out
 
 
 class _RowScale:
@@ -153,11 +144,3 @@ def _local_weight(state: LossState) -> torch.Tensor | None:
 def _writable(x: torch.Tensor) -> bool:
     """Whether each element has memory of its own, as an expanded tensor's have not."""
     return all(stride != 0 or size == 1 for size, stride in zip(x.shape, x.stride()))
-
-
-def sum_over_classes(x: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
-    """Per token the sum over this rank's classes, in the statistics' dtype, without a copy of ``x`` in it."""
-    out = torch.zeros(tokens, dtype=statistics_dtype(x), device=x.device)
-    for start, stop, (rows,), _ in chunks(dim, x):
-        torch.sum(rows, 1, dtype=out.dtype, out=out[start:stop])
-    return out

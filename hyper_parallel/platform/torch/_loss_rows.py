@@ -1,4 +1,4 @@
-"""Walking over class-sharded logits token by token, a few rows at a time, whatever their shape and strides."""
+"""Walking over class-sharded logits, a few tokens at a time, whatever their shape and strides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 __all__ = ["Chunk", "autocast_off", "chunks", "matrices", "softmax_rows", "statistics_dtype", "zero_rows"]
 
-# Bytes of one chunk in fp32. On CPU it is a thread's share, so that a chunk and its logits stay in a core's L2 cache
-# from the first pass over them to the last (anything between 256 KiB and 4 MiB measures alike). On accelerators a
-# chunk bounds the memory of intermediates, and has to be long enough to fill the device.
+# Bytes of one chunk in fp32. On CPU it is a thread's share, so that a chunk stays in a core's L2 cache from
+# the first pass over it to the last (256 KiB to 4 MiB measure alike). On accelerators a chunk bounds the
+# memory of intermediates, and has to be long enough to fill the device.
 _CPU_CHUNK_BYTES = 1 << 20
 _ACCELERATOR_CHUNK_BYTES = 1 << 27
 
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     rows: tuple[torch.Tensor, ...]
     """For each tensor given to :func:`chunks`, a view of it."""
     buffer: torch.Tensor
-    """Scratch memory ``[k, classes]`` in the statistics' dtype, shared by all chunks, with the rows' stride order."""
+    """Scratch memory ``[k, classes]``: the statistics' dtype, the rows' stride order; chunks share it."""
 
 
 def statistics_dtype(logits: torch.Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The statistics of each token's logits: over this rank's classes, then over all classes in one or two collectives."""
+"""The statistics of each token's logits: over this rank's classes, then over those of all ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 
 from hyper_parallel.platform.platform import Group
-from hyper_parallel.platform.torch._loss_rows import chunks, matrices, softmax_rows, statistics_dtype
+from hyper_parallel.platform.torch._loss_rows import chunks, softmax_rows, statistics_dtype
+from hyper_parallel.platform.torch._loss_targets import at_index
 from hyper_parallel.platform.torch.collectives import all_gather, all_reduce
 
-__all__ = ["MergedStatistics", "ShardStatistics", "at_index", "merge_statistics", "shard_statistics"]
+__all__ = ["MergedStatistics", "ShardStatistics", "merge_statistics", "shard_statistics"]
 
 _LARGEST_GATHER = 8
 """Up to this many ranks one all-gather is used: two all-reduces send less only in larger groups."""
@@ -41,7 +42,7 @@ class MergedStatistics:
     log_sum_exp: torch.Tensor
     """``log sum_c exp(x_c - maximum)``, so that ``lse = maximum + log_sum_exp``."""
     share: torch.Tensor
-    """``sum_c p_c`` over this rank's classes: its local softmax times this is the softmax over all classes."""
+    """``sum_c p_c`` over this rank's classes: local softmax times this is the softmax over all."""
     target_gap: torch.Tensor | None
     """``maximum - x_y``, so that ``nll = target_gap + log_sum_exp``."""
     shortfall: torch.Tensor | None
@@ -91,16 +92,6 @@ def shard_statistics(
     )
 
 
-def at_index(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """Per token ``x`` at its class ``index``, in the statistics' dtype; 0 where that is negative."""
-    out = torch.zeros(index.shape, dtype=statistics_dtype(x), device=x.device)
-    for start, (rows,) in matrices(dim, x):
-        part = index[start : start + rows.shape[0]]
-        values = rows.gather(1, part.clamp(min=0).long()[:, None]).squeeze(1).to(out.dtype)
-        out[start : start + rows.shape[0]] = torch.where(part >= 0, values, 0.0)
-    return out
-
-
 def merge_statistics(
     local: ShardStatistics, group: Group | None, strategy: Literal["gather", "reduce"] | None = None
 ) -> MergedStatistics:
@@ -134,7 +125,7 @@ def _vectors(local: ShardStatistics) -> list[torch.Tensor]:
 def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStatistics:
     """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
     count, tokens = len(_vectors(local)), local.maximum.numel()
-    columns = iter(packed[:, : count * tokens].reshape(-1, count, tokens).unbind(1))
+    columns = iter(packed[:, : count * tokens].reshape(len(packed), count, tokens).unbind(1))
     maxima, sums = next(columns), next(columns)
     maximum = maxima.amax(0)
     sum_exp = (sums * torch.exp(maxima - maximum)).sum(0)

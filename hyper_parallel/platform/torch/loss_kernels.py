@@ -16,16 +16,14 @@ import torch
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions
 from hyper_parallel.platform.torch import _loss_facts as loss_facts
 from hyper_parallel.platform.torch._loss_gradients import (
-    ELSEWHERE,
-    IGNORED,
     LossState,
     cross_entropy_grad,
     log_softmax_grad,
-    put_at_index,
     sum_over_classes,
 )
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype
-from hyper_parallel.platform.torch._loss_statistics import at_index, merge_statistics, shard_statistics
+from hyper_parallel.platform.torch._loss_statistics import merge_statistics, shard_statistics
+from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, place_targets, put_at_index
 from hyper_parallel.platform.torch.collectives import all_reduce
 
 __all__ = [
@@ -61,7 +59,7 @@ def distributed_nll_loss_forward(
     with torch.no_grad(), autocast_off(local_logits):
         dtype = statistics_dtype(local_logits)
         labels = target.reshape(-1).long()
-        index, token_weight = _place_targets(labels, shard, weight, options.ignore_index, dtype)
+        index, token_weight = place_targets(labels, shard, weight, options.ignore_index, dtype)
         kept = index != IGNORED
         smoothing = options.label_smoothing
         class_weight = None
@@ -122,7 +120,7 @@ class TorchLossKernels(LossKernels):
         )
         if dtype is None and torch.is_autocast_enabled(local_logits.device.type):
             dtype = statistics_dtype(local_logits)  # what autocast does with log_softmax
-        return _LogSoftmax.apply(local_logits, dim, shard, dtype)  # type: ignore[no-any-return]
+        return _LogSoftmax.apply(local_logits, dim, shard, dtype)
 
     def cross_entropy(
         self,
@@ -134,7 +132,7 @@ class TorchLossKernels(LossKernels):
         options: LossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._ensure_valid("cross_entropy", local_logits, dim, target, shard, weight, options)
-        return _CrossEntropy.apply(local_logits, dim, target, shard, weight, options)  # type: ignore[no-any-return]
+        return _CrossEntropy.apply(local_logits, dim, target, shard, weight, options)
 
     def nll_loss(
         self,
@@ -146,7 +144,7 @@ class TorchLossKernels(LossKernels):
         options: LossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._ensure_valid("nll_loss", local_log_probs, dim, target, shard, weight, options)
-        return _NllLoss.apply(local_log_probs, dim, target, shard, weight, options)  # type: ignore[no-any-return]
+        return _NllLoss.apply(local_log_probs, dim, target, shard, weight, options)
 
     distributed_log_softmax = staticmethod(distributed_log_softmax)  # type: ignore[assignment]
     distributed_nll_loss_forward = staticmethod(distributed_nll_loss_forward)  # type: ignore[assignment]
@@ -189,7 +187,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
-                "cross_entropy(inplace=True) has overwritten the logits with their gradient; backward runs once only"
+                "cross_entropy(inplace=True) has overwritten the logits with their gradient; "
+                "backward can run once"
             )
         ctx.spent = ctx.options.inplace
         local_logits, slope, index, nll, lse, weight = ctx.saved_tensors
@@ -240,7 +239,7 @@ class _NllLoss(torch.autograd.Function):
         with autocast_off(local_log_probs):
             dtype = statistics_dtype(local_log_probs)
             labels = target.reshape(-1).long()
-            index, token_weight = _place_targets(labels, shard, weight, options.ignore_index, dtype)
+            index, token_weight = place_targets(labels, shard, weight, options.ignore_index, dtype)
             log_prob = at_index(local_log_probs, dim, index)
             if shard.group is not None and shard.others:
                 log_prob = all_reduce(log_prob, "sum", shard.group)
@@ -276,27 +275,7 @@ class _Once(torch.autograd.Function):
 
 
 def _differentiable_once(name: str, grad: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """``grad``, tied under ``create_graph=True`` to what it depends on, so that a second derivative raises."""
+    """``grad``, under ``create_graph=True`` tied to what it depends on: differentiating it raises."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Once.apply(name, grad, *inputs)  # type: ignore[no-any-return]
+        return _Once.apply(name, grad, *inputs)
     return grad
-
-
-def _place_targets(
-    labels: torch.Tensor,
-    shard: ClassShard,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target's class is among the local ones (int32), and ``w_y``, 0 where ignored."""
-    ignored = labels == ignore_index
-    here = (labels >= shard.start) & (labels < shard.stop)
-    index = torch.where(here, labels - shard.start, ELSEWHERE)
-    index = torch.where(ignored, IGNORED, index).to(torch.int32)
-    if weight is None:
-        token_weight = (~ignored).to(dtype)
-    else:
-        picked = weight[labels.clamp(0, max(shard.num_classes - 1, 0))].to(dtype)
-        token_weight = torch.where(ignored, 0.0, picked)
-    return index, token_weight
