@@ -1,0 +1,199 @@
+"""What runs in the place of a layer's forward once the layer is shared between ranks.
+
+A rule is all settings and no state: it takes the weights from the module it is called with. The library's
+own layers and the styles of a plan run the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.shard_spec import ShardSpec
+from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform.modules import Module, get_module_backend
+from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards
+from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, scatter_to_tp_region
+from hyper_parallel.tensor_parallel.replicas import ReplicaSum
+
+__all__ = ["ColumnRule", "EmbeddingColumnRule", "RowRule", "Rule", "VocabRule"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rule:
+    """Settings of a shared module.
+
+    Attributes:
+        mesh: the ranks, a 1-D mesh.
+        cuts: how the module's own parameters are cut.
+        input: how a plain input lies.
+        output: how the output shall lie.
+        use_local: whether the output is a plain local tensor; else it is a DTensor.
+    """
+
+    mesh: DeviceMesh
+    cuts: Mapping[str, ShardSpec] = field(default_factory=dict)
+    input: Placement = field(default_factory=Replicate)
+    output: Placement = field(default_factory=Replicate)
+    use_local: bool = True
+
+    @property
+    def group(self) -> Group:
+        """The ranks as a group."""
+        return self.mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
+        return self
+
+    def __call__(self, module: Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        return forward(*args, **kwargs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ColumnRule(Rule):
+    """A linear layer whose output features are shared: ``y_k = x W_k^T + b_k``.
+
+    Placements: x R (or S(d), gathered) -> y S(-1), then ``output``. Forward needs no collective when the
+    input is replicated and the output stays sharded; backward sums the gradient of x over the ranks.
+
+    Attributes:
+        transposed: whether the weight is ``[in, out]``.
+        overlap: whether that sum runs while the gradient of the weight is computed.
+        replicas: sums the weight gradients of ranks that hold the same heads.
+    """
+
+    out_features: int
+    transposed: bool = False
+    overlap: bool = True
+    replicas: Mapping[str, ReplicaSum] = field(default_factory=dict)
+
+    def __call__(
+        self, module: Module, forward: Callable[..., Any], input: Any, *, sequence_length: int | None = None
+    ) -> Any:
+        """``sequence_length``: the global size of the dim that a plain sharded input is sharded over, if
+        uneven.
+        """
+        backend = get_module_backend()
+        x, shared = fetch_for_shards(input, self.mesh, self.input, sequence_length)
+        weight, bias = (self._parameter(module, name) for name in ("weight", "bias"))
+        if shared and self.overlap:
+            y = backend.shared_linear(x, weight, bias, self.transposed, self.group)
+        else:
+            x = copy_to_tp_region(x, self.group) if shared else x
+            y = backend.linear(x, weight, bias, self.transposed)
+        return _deliver_features(self, y, self.out_features)
+
+    def _parameter(self, module: Module, name: str) -> Tensor | None:
+        parameter = getattr(module, name, None)
+        replicas = self.replicas.get(name)
+        return parameter if replicas is None or parameter is None else replicas(parameter)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowRule(Rule):
+    """A linear layer whose input features are shared: ``y = sum_k x_k W_k^T + b``, the bias added once,
+    after the sum.
+
+    Placements: x S(-1) (or R, cut here) -> y P, then ``output``: R by an all-reduce, S(d) by a
+    reduce-scatter. Backward needs no collective when the output is replicated.
+    """
+
+    in_features: int
+    transposed: bool = False
+
+    def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
+        x = fetch(input, self.mesh, self.input, Shard(-1), self.in_features)
+        y = get_module_backend().linear(x, module.weight, None, self.transposed)
+        bias = getattr(module, "bias", None)
+        return _deliver_sum(self, y, bias)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VocabRule(Rule):
+    """An embedding whose rows are shared. Each rank looks up the ids that it holds, and the rest are zeros:
+
+    ::
+
+        rank 0: rows 0 .. 2    ids [4, 1] -> [ 0, w1]
+        rank 1: rows 3 .. 4    ids [4, 1] -> [w4,  0]     sum: [w4, w1]
+
+    Placements: ids R -> rows P, then ``output``.
+    """
+
+    padding_idx: int | None = None
+
+    def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
+        spec = self.cuts["weight"]
+        start, stop = spec.ranges[self.group.rank][0]
+        ids = fetch(input, self.mesh, self.input, Replicate())
+        check_ids(ids, spec.shape[0])
+        padding = self.padding_idx
+        own_padding = padding - start if padding is not None and start <= padding < stop else None
+        rows = get_module_backend().lookup(ids, module.weight, start, own_padding)
+        return _deliver_sum(self, rows, None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EmbeddingColumnRule(Rule):
+    """An embedding whose width is shared: every rank looks up its columns of all ids.
+
+    Placements: ids R -> rows S(-1), then ``output``.
+    """
+
+    out_features: int
+    padding_idx: int | None = None
+
+    def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
+        ids = fetch(input, self.mesh, self.input, Replicate())
+        check_ids(ids, self.cuts["weight"].shape[0])
+        rows = get_module_backend().lookup(ids, module.weight, 0, self.padding_idx)
+        return _deliver_features(self, rows, self.out_features)
+
+
+def check_ids(ids: Tensor, rows: int) -> None:
+    """Refuse ids that no rank holds; every rank sees the same ids, so all refuse. On accelerators they are
+    not read.
+
+    Raises:
+        IndexError: an id outside ``[0, rows)``.
+    """
+    found = get_module_backend().id_range(ids)
+    if found is not None and not (0 <= found[0] and found[1] < rows):
+        raise IndexError(f"ids from {found[0]} to {found[1]} in an embedding of {rows} rows")
+
+
+def is_plain_cut(spec: ShardSpec) -> bool:
+    """Whether a cut dim lies over the ranks as ``Shard`` says: one ``torch.chunk`` piece each."""
+    if spec.dim is None:
+        return False
+    return spec.ranges == ShardSpec.chunk(spec.shape, spec.dim, spec.num_ranks).ranges
+
+
+def _deliver_features(rule: Rule, y: Tensor, features: int) -> Any:
+    """Bring the own output features to where the rule wants them."""
+    shape = get_platform().shape(y)
+    if rule.use_local and rule.output in (Shard(-1), Shard(len(shape) - 1)):
+        return y
+    layout = Layout(rule.mesh, [Shard(-1)], (*shape[:-1], features))
+    return deliver(y, layout, rule.output, rule.use_local)
+
+
+def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None) -> Any:
+    """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it."""
+    shape: Sequence[int] = get_platform().shape(y)
+    layout = Layout(rule.mesh, [Partial()], shape)
+    target = layout.replace([rule.output])
+    y = deliver(y, layout, rule.output, use_local=True)
+    if bias is not None:
+        placement = target.placements[0]
+        if isinstance(placement, Shard):
+            last = placement.dim == len(shape) - 1
+            bias = scatter_to_tp_region(bias, rule.group) if last else copy_to_tp_region(bias, rule.group)
+        y = y + bias
+    return deliver(y, target, rule.output, rule.use_local)
