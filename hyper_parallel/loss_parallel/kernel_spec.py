@@ -194,6 +194,10 @@ class LossKernels(ABC):
 
     # -- agreement -------------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def validates_by_default(self, local_logits: Tensor) -> bool:
+        """Whether looking at values costs nothing extra on the device of ``local_logits``."""
+
     def check_call(
         self,
         local_logits: Tensor,
@@ -247,10 +251,6 @@ class LossKernels(ABC):
             error = self._describe(kind, local_logits, dim, target, shard, weight, options).local_problem()
         if error is not None:
             raise error
-
-    @abstractmethod
-    def validates_by_default(self, local_logits: Tensor) -> bool:
-        """Whether looking at values costs nothing extra on the device of ``local_logits``."""
 
     @abstractmethod
     def _describe(

@@ -1,5 +1,4 @@
-"""Class-sharded log-softmax and cross-entropy in PyTorch: what
-:mod:`hyper_parallel.loss_parallel.kernel_spec` asks for.
+"""Class-sharded log-softmax and cross-entropy in PyTorch, as ``loss_parallel/kernel_spec.py`` describes them.
 
 Everything walks over the logits in chunks of rows (``_loss_rows``); a chunk's softmax gives a row's
 statistics in the forward (``_loss_statistics``) and, taken again in the backward, its gradient
@@ -62,11 +61,7 @@ def distributed_nll_loss_forward(
         index, token_weight = place_targets(labels, shard, weight, options.ignore_index, dtype)
         kept = index != IGNORED
         smoothing = options.label_smoothing
-        class_weight = None
-        if smoothing and weight is None:
-            class_weight = torch.ones(shard.stop - shard.start, dtype=dtype, device=local_logits.device)
-        elif smoothing and weight is not None:
-            class_weight = weight[shard.start : shard.stop].to(dtype)
+        class_weight = _smoothing_weight(shard, weight, index, dtype) if smoothing else None
         local = shard_statistics(
             local_logits, dim, target_index=index, needed=kept, class_weight=class_weight
         )
@@ -279,3 +274,12 @@ def _differentiable_once(name: str, grad: torch.Tensor, *inputs: torch.Tensor) -
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return _Once.apply(name, grad, *inputs)
     return grad
+
+
+def _smoothing_weight(
+    shard: ClassShard, weight: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``w_c`` of the local classes: ones without weights."""
+    if weight is None:
+        return torch.ones(shard.stop - shard.start, dtype=dtype, device=like.device)
+    return weight[shard.start : shard.stop].to(dtype)
