@@ -45,6 +45,7 @@ class DeviceMesh:
         self.mesh = np.asarray(mesh, dtype=np.int64)
         self.mesh_dim_names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         self._native: Any = None
+        self.generators_agree = False  # see core.random
         self._check()
         platform = get_platform()
         if groups is None:

@@ -189,6 +189,17 @@ class Platform(ABC):
         """Reshape, differentiable."""
 
     @abstractmethod
+    def where(self, condition: Tensor, x: Tensor, other: float) -> Tensor:
+        """``x`` where the condition holds, else the number ``other``; broadcasts, differentiable in ``x``."""
+
+    @abstractmethod
+    def extremum(self, x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+        """Largest or smallest values along ``dim`` (kept, with size 1) and the first index of each, as int64.
+
+        NaN counts as both. Of no elements: minus (plus) infinity, for integers the lowest (highest) value, and index 0. Not differentiable.
+        """
+
+    @abstractmethod
     def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Zeros of ``like``'s dtype and device."""
 
@@ -268,6 +279,10 @@ class Platform(ABC):
     @abstractmethod
     def draw_seed(self) -> int:
         """Draw a 62-bit seed from the default generator, moving it on (so that its saved state replays the draw)."""
+
+    @abstractmethod
+    def peek_seed(self) -> int:
+        """What :meth:`draw_seed` would draw next; the generator stays where it is."""
 
     @abstractmethod
     def set_seed(self, seed: int) -> None:

@@ -108,12 +108,13 @@ class OpDispatcher:
         loss_state: tuple[bool, bool],
     ) -> Any:
         tensors: list[Any] = []
-        key: Any = (
-            name,
-            tuple([self._key(a, tensors) for a in args]),
-            tuple([(k, self._key(v, tensors)) for k, v in kwargs.items()]) if kwargs else (),
-            loss_state,
-        )
+        with self._platform.local_mode():  # for the dtypes
+            key: Any = (
+                name,
+                tuple([self._key(a, tensors) for a in args]),
+                tuple([(k, self._key(v, tensors)) for k, v in kwargs.items()]) if kwargs else (),
+                loss_state,
+            )
         try:
             recipe = self.cache.get(key)
         except TypeError:  # an argument without a hash: infer anew each time
@@ -130,7 +131,7 @@ class OpDispatcher:
         kind = type(x)
         if kind is self.dtensor_class:
             tensors.append(x)
-            return x._layout
+            return (x._layout, x.dtype)
         if kind is int or kind is str or x is None:
             return x
         if kind is tuple or kind is list:
@@ -139,16 +140,18 @@ class OpDispatcher:
             return (slice, self._key(x.start, tensors), self._key(x.stop, tensors), self._key(x.step, tensors))
         if isinstance(x, self.dtensor_class):
             tensors.append(x)
-            return x._layout  # type: ignore[attr-defined]
+            return (x._layout, x.dtype)  # type: ignore[attr-defined]
         if self._platform.is_tensor(x):
             tensors.append(x)
-            return ("plain", self._platform.shape(x), self._platform.is_floating_point(x))
+            return ("plain", self._platform.shape(x), x.dtype)
         return (kind, x)
 
     def _infer(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Any]
     ) -> Recipe:
         layouts = [t._layout for t in tensors if isinstance(t, self.dtensor_class)]  # type: ignore[attr-defined]
+        if not layouts:
+            raise UnsupportedOperatorError(f"{name}: a DTensor inside a nested argument is not supported")
         mesh = layouts[0].mesh
         for layout in layouts[1:]:
             if layout.mesh != mesh:

@@ -10,14 +10,16 @@ from typing import Any
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Replicate
-from hyper_parallel.core.redistribute import redistribute_local, reduce_gradient
+from hyper_parallel.core.redistribute import redistribute_local, redistribution_steps, reduce_gradient
 from hyper_parallel.core.shard.distributed_op import OpCall, OpPlan, Path, TensorArg
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform import get_platform
 
-__all__ = ["Recipe", "bind_arguments", "compile_recipe", "wrap_replicated"]
+__all__ = ["Recipe", "bind_arguments", "compile_recipe", "is_inplace", "wrap_replicated"]
 
-_ALIASES = {"axis": "dim", "keepdims": "keepdim", "axes": "dim", "self": "input", "x": "input"}
+_ALIASES = {
+    "axis": "dim", "axes": "dim", "dims": "dim", "keepdims": "keepdim", "self": "input", "x": "input", "size": "shape"
+}  # fmt: skip
 """Spellings that frameworks accept for one argument."""
 
 
@@ -63,7 +65,7 @@ class Recipe:
         self._actions = tuple(actions) if any(a is not None for a in actions) else ()
         self._args, self._kwargs = template if template is not None else (None, None)
         self._run = run
-        self._inplace = name.endswith("_") and not name.startswith("_")
+        self._inplace = is_inplace(name)
 
     def run(
         self,
@@ -75,7 +77,7 @@ class Recipe:
     ) -> Any:
         """Run one call whose tensors, in order of appearance, are ``tensors``."""
         platform = get_platform()
-        first = args[0] if args else None
+        first = args[0] if args else next(iter(kwargs.values()), None)
         if self._actions or self._args is not None:
             filled = list(tensors)
             for i, action in enumerate(self._actions):
@@ -92,6 +94,11 @@ class Recipe:
         if self._inplace:
             return first
         return self._wrap(result, tensors, check)
+
+
+def is_inplace(name: str) -> bool:
+    """Whether an operator writes to its first argument: ``add_``, ``x[i] = v``."""
+    return name == "setitem" or (name.endswith("_") and not name.startswith("_"))
 
 
 def _localize(x: Any) -> Any:
@@ -208,6 +215,8 @@ def compile_recipe(
 ) -> Recipe:
     """Turn a plan by argument names into one by positions."""
     paths = _slot_paths(call, locations, args, kwargs)
+    if len(paths) != _count_tensors((*args, *kwargs.values())):
+        raise UnsupportedOperatorError(f"{call.describe()}: tensors in nested sequences are not supported")
     outputs = plan.outputs if not isinstance(plan.outputs, Layout) else (plan.outputs,)
     actions: list[_Action | None] = []
     for path in paths:
@@ -219,10 +228,8 @@ def compile_recipe(
             for d, p in enumerate(target.placements)
             if p.is_replicate() and any(not o.placements[d].is_replicate() for o in outputs or ())
         )
-        differentiable = arg.dtype.startswith(("float", "bfloat", "complex"))
-        dims = dims if differentiable else ()
         actions.append(_Action(arg.layout, target, dims) if target != arg.layout or dims else None)
-    if call.name.endswith("_") and not call.name.startswith("_"):
+    if is_inplace(call.name):
         target = _argument(call, paths[0]).layout
         if not isinstance(plan.outputs, Layout) or plan.outputs != target:
             found = plan.outputs.describe() if isinstance(plan.outputs, Layout) else "several results"
@@ -238,8 +245,8 @@ def compile_recipe(
 
 
 def _check_move(call: OpCall, source: Layout, target: Layout) -> None:
-    for before, after in zip(source.placements, target.placements, strict=True):
-        if before != after and before.is_shard():
+    for _, before, _ in redistribution_steps(source.placements, target.placements):
+        if before.is_shard():
             raise UnsupportedOperatorError(
                 f"{call.describe()}: would have to gather {source.describe()}; dispatch never does so by itself, "
                 "redistribute first"
@@ -277,8 +284,14 @@ def _slot_paths(
     return order
 
 
+def _count_tensors(x: Any) -> int:
+    if type(x) in (tuple, list):
+        return sum(map(_count_tensors, x))
+    return int(get_platform().is_tensor(x))
+
+
 def _template(
-    args: Sequence[Any], kwargs: Mapping[str, Any], locations: Mapping[str, Any], replace: Mapping[str, Any]
+    args: Sequence[Any], kwargs: Mapping[str, Any], locations: Mapping[str, Any], replace: Mapping[Path, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     platform = get_platform()
     counter = 0
@@ -294,8 +307,14 @@ def _template(
 
     new_args = [blank(a) for a in args]
     new_kwargs = {k: blank(v) for k, v in kwargs.items()}
-    for name, value in replace.items():
+    for path, value in replace.items():
+        name, element = (path, None) if isinstance(path, str) else path
         place = locations.get(name, name)
+        if element is not None:
+            owner: Any = new_args if isinstance(place, int) else new_kwargs
+            items = list(owner[place])
+            items[element] = value
+            value = type(owner[place])(items)
         if isinstance(place, int):
             new_args[place] = value
         elif isinstance(place, tuple):

@@ -75,13 +75,14 @@ class OpPlan:
     Attributes:
         outputs: the layout of the result, or a sequence for several; None: return the local result as it is.
         inputs: layouts that inputs are brought to first (only reducing a Partial or slicing a Replicate).
-        replace: local values for arguments that are not tensors, such as the shape of a view.
+        replace: local values for arguments that are not tensors, such as the shape of a view; by name, or by name and
+            position for one element of a tuple.
         run: what to call instead of the operator, with the same (local) arguments; its tensors are local ones.
     """
 
     outputs: Layout | Sequence[Layout] | None
     inputs: Mapping[Path, Layout] = field(default_factory=dict)
-    replace: Mapping[str, Any] = field(default_factory=dict)
+    replace: Mapping[Path, Any] = field(default_factory=dict)
     run: Callable[..., Any] | None = None
 
 

@@ -50,6 +50,8 @@ class TensorBase(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.grad:
+            return _autograd_grad(cls, *args, **(kwargs or {}))
         return cls._dispatch(func, args, kwargs or {})
 
     @classmethod
@@ -60,7 +62,20 @@ class TensorBase(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._layout.shape)
+        if torch._C._is_torch_function_enabled():
+            return torch.Size(self._layout.shape)
+        size: torch.Size = torch.Tensor.shape.__get__(self)  # type: ignore[attr-defined]
+        return size  # inside an operator written in Python, which works on the local tensor
+
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """As of a plain tensor; ``gradient`` lies like this tensor, replicated where this one is Partial.
+
+        Not run in local mode: activation checkpointing repeats the forward pass inside, and dispatches in it.
+        """
+        gradient = None if gradient is None else as_local(gradient)
+        torch.autograd.backward(as_local(self), gradient, retain_graph, create_graph, inputs=inputs)
 
     @property
     def grad(self) -> Any:
@@ -80,6 +95,23 @@ class TensorBase(torch.Tensor):
         self.grad = None
 
 
+def _autograd_grad(
+    cls: type, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """``torch.autograd.grad``; the gradient of a DTensor is a DTensor. Not run in local mode, see ``backward``."""
+    outputs, inputs, grad_outputs = (
+        tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs)
+    )
+    with local_mode():  # edges stand for tensors, which would lead here again
+        edges = [torch.autograd.graph.get_gradient_edge(x) if isinstance(x, TensorBase) else x for x in inputs]
+    seeds = None if grad_outputs == (None,) else [as_local(g) for g in grad_outputs]
+    grads = torch.autograd.grad([as_local(y) for y in outputs], edges, seeds, *args, **kwargs)
+    return tuple(
+        as_dtensor(cls, g, x._layout.gradient_layout) if g is not None and isinstance(x, TensorBase) else g
+        for g, x in zip(grads, inputs, strict=True)
+    )
+
+
 def as_dtensor(cls: type, local: torch.Tensor, layout: Any, *, fresh: bool = False) -> Any:
     """Dress ``local`` with ``layout``, on the same autograd graph and storage."""
     if not (fresh and type(local) is torch.Tensor):  # an alias costs another autograd node
@@ -95,7 +127,7 @@ def as_dtensor(cls: type, local: torch.Tensor, layout: Any, *, fresh: bool = Fal
 def as_local(x: torch.Tensor) -> torch.Tensor:
     """The plain local tensor, on the same autograd graph."""
     if not isinstance(x, TensorBase):
-        return x
+        return x  # also None
     with local_mode():
         return x.as_subclass(torch.Tensor)
 

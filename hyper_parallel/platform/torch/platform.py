@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -140,6 +141,22 @@ class TorchPlatform(Platform):
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
         return x.reshape(tuple(shape))
 
+    def where(self, condition: Any, x: Any, other: float) -> Any:
+        return torch.where(condition, x, other)
+
+    def extremum(self, x: Any, dim: int, largest: bool) -> tuple[Any, Any]:
+        x = x.detach()
+        if x.shape[dim] == 0:
+            if x.dtype.is_floating_point:
+                worst: float = -math.inf if largest else math.inf
+            else:
+                limits = torch.iinfo(x.dtype)
+                worst = limits.min if largest else limits.max
+            shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+            return x.new_full(shape, worst), torch.zeros(shape, dtype=torch.int64, device=x.device)
+        values, indices = (torch.max if largest else torch.min)(x, dim, keepdim=True)
+        return values, indices
+
     def zeros(self, shape: Sequence[int], like: Any) -> Any:
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
@@ -197,6 +214,9 @@ class TorchPlatform(Platform):
 
     def draw_seed(self) -> int:
         return random.draw_seed()
+
+    def peek_seed(self) -> int:
+        return random.peek_seed()
 
     def set_seed(self, seed: int) -> None:
         random.set_seed(seed)
