@@ -57,9 +57,9 @@ $(STAMPS)/test: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(INSTALL) -e '.[torch,mindspore,train,test]'
 	@touch $@
 
-# mypy reads torch's types, so that it finds the same wherever it runs.
+# mypy reads the types of torch and tyro, so that it finds the same wherever it runs.
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(INSTALL) -e '.[torch,test,lint]'
+	$(INSTALL) -e '.[torch,train,test,lint]'
 	@touch $@
 
 $(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt

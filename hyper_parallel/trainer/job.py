@@ -40,7 +40,7 @@ def run_worker(options: TrainOptions) -> RunSummary:
         trainer = Trainer(options, mesh, text)
         log = MetricsLog(
             options.output / METRICS_FILE,
-            training.steps,
+            options.steps,
             training.log_interval,
             mesh,
             trainer.tools,

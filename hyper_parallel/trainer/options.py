@@ -14,10 +14,7 @@ __all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions"]
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, and on how much text at a time."""
-
-    steps: int = 120
-    """Optimizer steps."""
+    """What a step is made of."""
 
     batch_size: int = 8
     """Windows of text per step, over all data-parallel ranks and accumulated parts."""
@@ -35,7 +32,7 @@ class TrainingOptions:
     """Steps between two lines of the report."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length", "gradient_accumulation", "log_interval"):
+        for name in ("batch_size", "sequence_length", "gradient_accumulation", "log_interval"):
             _at_least(name, getattr(self, name), 1)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, found {self.max_grad_norm}")
@@ -84,6 +81,9 @@ class TrainOptions:
     output: Path = Path("outputs/llama_bytes")
     """Where metrics and logs are written; those of an earlier run are replaced."""
 
+    steps: int = 120
+    """Optimizer steps."""
+
     nproc: int = 2
     """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
 
@@ -108,6 +108,7 @@ class TrainOptions:
     )
 
     def __post_init__(self) -> None:
+        _at_least("steps", self.steps, 1)
         _at_least("nproc", self.nproc, 1)
         _at_least("seed", self.seed, 0)
 

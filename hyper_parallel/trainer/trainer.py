@@ -96,7 +96,7 @@ class Trainer:
     def train(self, log: MetricsLog, stop: StopRequest) -> TrainResult:
         """Run all steps, or until every rank knows that one of them was asked to stop."""
         training, optimizer = self.options.training, self.options.optimizer
-        for step in range(training.steps):
+        for step in range(self.options.steps):
             batch = self.text.batch(step, self.mesh.get_local_rank("dp"), self.mesh.size("dp"))
             valid = self._over_ranks(batch.valid_tokens, "dp")
             loss = self._accumulate(batch, valid)
@@ -105,7 +105,7 @@ class Trainer:
                 step,
                 peak=optimizer.lr,
                 warmup_steps=optimizer.warmup_steps,
-                total_steps=training.steps,
+                total_steps=self.options.steps,
                 final_ratio=optimizer.final_lr_ratio,
             )
             norm = self.learner.update(lr, squares, training.max_grad_norm)
@@ -114,7 +114,7 @@ class Trainer:
                 log.flush()
                 return TrainResult(step + 1, interrupted=True)
         log.flush()
-        return TrainResult(training.steps, interrupted=False)
+        return TrainResult(self.options.steps, interrupted=False)
 
     def _accumulate(self, batch: Batch, valid: int) -> Tensor:
         """Gradients of the batch's loss over this rank's rows; returns the loss over all rows."""
