@@ -1,0 +1,1 @@
+"""The MindSpore backend, on CPU and Ascend."""

@@ -1,0 +1,49 @@
+"""MindSpore's process groups and the communication operators on them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import mindspore
+from mindspore import communication, ops
+from mindspore.communication import GlobalComm
+
+__all__ = ["Communicator", "create_communicator", "is_initialized"]
+
+
+class Communicator:
+    """One process group of MindSpore, by name, and its operators, each made once.
+
+    This is what ``Group.handle`` holds.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.native = mindspore.get_context("device_target") != "CPU"
+        """Whether the device has all operators on sub-groups. MindSpore's CPU backend has AllReduce(sum) alone."""
+        self._operators: dict[tuple[Any, ...], Any] = {}
+
+    def operator(self, kind: str, *arguments: Any) -> Any:
+        """``mindspore.ops.<kind>(*arguments, group=name)``; making one costs more than calling it."""
+        key = (kind, *arguments)
+        operator = self._operators.get(key)
+        if operator is None:
+            operator = self._operators[key] = getattr(ops, kind)(*arguments, group=self.name)
+        return operator
+
+
+def is_initialized() -> bool:
+    """Whether ``mindspore.communication.init`` has run."""
+    return bool(GlobalComm.INITED)
+
+
+def create_communicator(ranks: tuple[int, ...]) -> Communicator:
+    """The group of ``ranks``, of which this process is one. Only members may call this, all of them must."""
+    if ranks == tuple(range(communication.get_group_size())):
+        return Communicator(GlobalComm.WORLD_COMM_GROUP)
+    # the same name on all members; long lists of ranks would exceed the length that Ascend allows
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    name = f"hyper_parallel_{len(ranks)}_{digest}"
+    communication.create_group(name, list(ranks))
+    return Communicator(name)

@@ -1,0 +1,71 @@
+"""Differentiable maps with explicit derivatives.
+
+MindSpore's ``_Function`` works in PyNative mode, which is the mode of this library: communication in ``backward``,
+gradients of gradients and ``nn.Cell`` included. It does not work under ``@jit`` or in graph mode. Whoever compiles a
+model writes the same adjoint as ``nn.Cell.bprop`` of a cell of their own, over the same operators
+(``group.handle.operator("AllReduce", "sum")``): ``bprop(self, *inputs, out, dout)`` is honoured by the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.common._grad_function import _Function
+from mindspore.common.api import _pynative_executor
+
+from hyper_parallel.platform.mindspore._host import to_host, to_tensor
+
+__all__ = ["linear_map", "requires_grad", "sum_all"]
+
+Map = Callable[[Tensor], Tensor]
+
+
+class _LinearMap(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+        ctx.maps = (forward, adjoint)
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        forward, adjoint = ctx.maps
+        return linear_map(grads[0], adjoint, forward), None, None
+
+
+def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
+    """``forward(x)`` whose gradient is ``adjoint``; a linear map's second derivative is the map again."""
+    if not requires_grad(x):
+        return forward(x)
+    result: Tensor = _LinearMap.apply(x, forward, adjoint)
+    return result
+
+
+def requires_grad(x: Tensor) -> bool:
+    """Whether operators on ``x`` are being recorded."""
+    executor = _pynative_executor
+    return bool(executor.grad_flag() and executor.enable_grad() and x._requires_grad)
+
+
+def sum_all(x: Tensor) -> Tensor:
+    """The sum of all elements, a scalar of the same dtype.
+
+    MindSpore's CPU kernel adds up one after the other in float32, and leaves a sum of nothing uninitialised; so there
+    NumPy sums, in float64.
+    """
+    shape = x.shape
+    if mindspore.get_context("device_target") != "CPU":
+        return ops.sum(x)
+
+    def add_up(values: Tensor) -> Tensor:
+        host = to_host(values)
+        return to_tensor(host.sum(dtype=np.float64).astype(host.dtype).reshape(()))
+
+    def spread(total: Tensor) -> Tensor:
+        host = to_host(total)
+        return to_tensor(np.full(shape, host, host.dtype))
+
+    return linear_map(x, add_up, spread)

@@ -1,0 +1,93 @@
+"""Where MindSpore would not ask a DTensor: the functions that are routed to the dispatcher, and graph mode.
+
+PyTorch's counterpart of this file converts that framework's own distributed tensors. MindSpore has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mindspore import nn
+from mindspore.common import tensor as tensor_module
+from mindspore.graph import api as graph_api
+from mindspore.ops import primitive as primitive_module
+from mindspore.ops.function import nn_func
+
+from hyper_parallel.errors import UnsupportedOperatorError
+from hyper_parallel.platform.mindspore._routing import Handler, route
+from hyper_parallel.platform.mindspore.op_names import NamedCall, PackedPrimitive
+
+__all__ = ["install_routes"]
+
+
+def install_routes(base: type) -> None:
+    """Route, once, what would take the local values of a ``base`` for the global ones; others notice nothing.
+
+    - ``ops.cross_entropy``, ``mint.nn.functional.cross_entropy``, the two ``nll_loss`` and all cells over them are one
+      operator each for the dispatcher, as they are in PyTorch. (By itself MindSpore takes them apart first.) Outside
+      ``loss_parallel()`` class-sharded logits are then an error, which names their layout.
+    - Older primitives with a list of tensors (``ops.stack``, ``ops.addn``) reach the dispatcher.
+    - Graph mode and ``Tensor(dtensor)`` are refused.
+    """
+    for name, function in (
+        ("cross_entropy", nn_func.cross_entropy),
+        ("cross_entropy", nn_func.cross_entropy_ext),
+        ("nll_loss", nn_func.nll_loss),
+        ("nll_loss", nn_func.nll_loss_ext),
+    ):
+        route(function, _dispatch_as(name, base))
+    route(primitive_module._run_op, _dispatch_lists(base))
+    for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
+        route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode"))
+    route(tensor_module._init, _refuse(base, "it would take the local values alone"))
+
+
+def _dispatch_as(name: str, base: type) -> Handler:
+    """A call with a DTensor among its arguments goes to the dispatcher as operator ``name``."""
+
+    def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, base):
+                return type(x)._dispatch(NamedCall(name, original), args, kwargs)  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    return handler
+
+
+def _dispatch_lists(base: type) -> Handler:
+    """For ``_run_op(primitive, name, inputs)``: MindSpore itself looks for DTensors among the inputs, not inside lists."""
+
+    def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        inputs = args[2] if len(args) == 3 else ()
+        for value in inputs:
+            if type(value) in (tuple, list):
+                for x in value:
+                    if isinstance(x, base):
+                        packed = PackedPrimitive(args[0], original)
+                        return type(x)._dispatch(packed, (*inputs, *packed.attributes()), {})  # type: ignore[attr-defined]
+        return original(*args, **kwargs)
+
+    return handler
+
+
+def _refuse(base: type, why: str) -> Handler:
+    def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for x in _leaves((*args, *kwargs.values())):
+            if isinstance(x, base):
+                raise UnsupportedOperatorError(
+                    f"{original.__qualname__.lstrip('_')} got a DTensor of shape {x.shape}: {why}, or pass to_local()"  # type: ignore[attr-defined]
+                )
+        return original(*args, **kwargs)
+
+    return handler
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        elif isinstance(value, dict):
+            yield from _leaves(tuple(value.values()))
+        else:
+            yield value

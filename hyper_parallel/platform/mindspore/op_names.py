@@ -1,0 +1,81 @@
+"""MindSpore's operators by name: those of its primitives, which is what reaches the dispatcher.
+
+A user's call arrives in one of four shapes: an ``OpCall`` with all arguments of the primitive, a ``TensorOverloadCall``
+(a method of Tensor) with the arguments as they were passed, an older primitive whose arguments are packed behind the
+primitive itself, or a :class:`NamedCall`, for what MindSpore does not lead to ``__fallback__`` by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspore.ops import Primitive
+
+__all__ = ["LOCAL_OP_NAMES", "LOSS_OP_NAMES", "NamedCall", "get_op_name", "unpack"]
+
+_SAME = {"Size": "numel"}
+
+LOSS_OP_NAMES = {
+    "cross_entropy": "cross_entropy",
+    "nll_loss": "nll_loss",
+    "LogSoftmax": "log_softmax",
+    "LogSoftmaxExt": "log_softmax",
+    "NLLLoss": "nll_loss",
+}
+"""Operators that loss parallel takes over, and what each means. ``ops.cross_entropy``, ``mint.nn.functional.cross_entropy``
+and the cells over them reach the dispatcher as one function, ``nll_loss`` likewise; the primitives are those that
+``log_softmax`` and ``nll_loss`` consist of, also when called on their own."""
+
+LOCAL_OP_NAMES = frozenset({"typeof"})
+"""Questions that the local tensor answers as it is."""
+
+_ATTRIBUTES = {"Stack": ("axis",), "Unstack": ("axis", "num"), "Sort": ("axis", "descending"), "TopK": ("sorted",)}
+"""Attributes of older primitives that say where they act; :func:`unpack` puts them behind the arguments."""
+
+
+class NamedCall:
+    """A callable with the name that the dispatcher knows it by."""
+
+    __slots__ = ("_function", "name")
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class PackedPrimitive(NamedCall):
+    """An older primitive: called with its inputs, and the attributes that :func:`unpack` has put behind them."""
+
+    __slots__ = ("primitive",)
+
+    def __init__(self, primitive: Any, run: Callable[..., Any]) -> None:
+        name = primitive.name
+        extra = len(_ATTRIBUTES.get(name, ()))
+        super().__init__(name, lambda *args: run(primitive, name, args[: len(args) - extra]))
+        self.primitive = primitive
+
+    def attributes(self) -> tuple[Any, ...]:
+        """Values of the attributes that belong behind the arguments."""
+        return tuple(getattr(self.primitive, a) for a in _ATTRIBUTES.get(self.name, ()))
+
+
+def unpack(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """An operator and its own arguments, from what ``__fallback__`` receives."""
+    if len(args) == 3 and isinstance(args[0], Primitive) and args[1] == func.name and isinstance(args[2], tuple):
+        packed = PackedPrimitive(args[0], func)
+        return packed, (*args[2], *packed.attributes()), {}
+    return func, args, kwargs or {}
+
+
+def get_op_name(op_call: Any) -> str:
+    """The primitive's name; an in-place one ends in ``_``: ``InplaceAddExt`` is ``"AddExt_"``."""
+    name: str = getattr(op_call, "name", None) or getattr(op_call, "__name__", None) or str(op_call)
+    if name.startswith("Inplace"):
+        return name.removeprefix("Inplace") + "_"
+    return _SAME.get(name, name)
