@@ -1,0 +1,56 @@
+"""On which platforms and numbers of ranks a conformance test runs, and what each platform offers to be tried."""
+
+from __future__ import annotations
+
+import pytest
+
+_SIZES = {"torch": (1, 2, 3, 4, 5, 8)}
+"""Ranks that a group of the platform may have. A platform is listed once it has a file in ``adapters``."""
+
+_USUAL_SIZES = (1, 2, 3, 4)
+
+ENTRIES = {
+    "torch": (
+        "function",
+        "module",
+        "decomposed",
+        "decomposed_methods",
+        "decomposed_modules",
+        "native_function",
+        "native_module",
+        "native_decomposed",
+    ),
+}
+"""Ways a user writes the loss, by the names that the platform's adapter gives them."""
+
+FLOATS = {"torch": ("float32", "float64", "bfloat16", "float16")}
+TARGET_DTYPES = {"torch": ("int64", "int32", "int16", "int8", "uint8")}
+
+
+def on_groups(*sizes: int) -> pytest.MarkDecorator:
+    """Parametrise ``platform`` and ``world_size``: every platform, with ``sizes`` (default 1 to 4) where it has them."""
+    wanted = sizes or _USUAL_SIZES
+    return pytest.mark.parametrize(
+        ("platform", "world_size"),
+        [
+            pytest.param(platform, size, id=f"{platform}-{size}")
+            for platform, possible in _SIZES.items()
+            for size in wanted
+            if size in possible
+        ],
+    )
+
+
+def on_offers(offers: dict[str, tuple[str, ...]], name: str, *sizes: int) -> pytest.MarkDecorator:
+    """As :func:`on_groups`, with a third parameter ``name``: each of what the platform offers."""
+    wanted = sizes or _USUAL_SIZES
+    return pytest.mark.parametrize(
+        ("platform", "world_size", name),
+        [
+            pytest.param(platform, size, offer, id=f"{platform}-{size}-{offer}")
+            for platform, possible in _SIZES.items()
+            for size in wanted
+            if size in possible
+            for offer in offers[platform]
+        ],
+    )
