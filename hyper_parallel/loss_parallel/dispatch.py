@@ -15,6 +15,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.native import from_native, to_native
 from hyper_parallel.core.placement_types import Partial, Replicate
 from hyper_parallel.core.redistribute import redistribute_local
+from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.core.state import State, current_state
 from hyper_parallel.errors import LossParallelLayoutError
 from hyper_parallel.loss_parallel.agreement import View, agree, digest
@@ -88,7 +89,9 @@ def _inside(call: LossArguments, state: State) -> Any:
     except (LossParallelLayoutError, NotImplementedError, IndexError, TypeError, ValueError) as e:
         error = e
     if validate:
-        error = agree(View(error, _shared_text(call, layout), **values), layout.mesh, get_platform().as_local(call.input))
+        error = agree(
+            View(error, _shared_text(call, layout), **values), layout.mesh, get_platform().as_local(call.input)
+        )
     if error is not None:
         raise error
     return NotImplemented if inputs is None else _compute(call, inputs)
@@ -170,9 +173,12 @@ def _compute(call: LossArguments, inputs: LossInputs) -> DTensor:
 
 
 def _class_shard(layout: Layout, class_dim: int, class_mesh_dim: int | None) -> ClassShard:
-    start, stop = layout.local_ranges()[class_dim]
-    group = None if class_mesh_dim is None else layout.mesh.get_group(class_mesh_dim)
-    return ClassShard(start, stop, layout.shape[class_dim], group)
+    classes = layout.shape[class_dim]
+    if class_mesh_dim is None:
+        return ClassShard(0, classes, classes)
+    group = layout.mesh.get_group(class_mesh_dim)
+    ranges = chunk_ranges(classes, group.size)
+    return ClassShard(*ranges[group.rank], classes, group, ranges)
 
 
 def _reduce(reduction: str, loss: Tensor, token_weight: Tensor, inputs: LossInputs) -> Tensor:

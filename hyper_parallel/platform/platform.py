@@ -145,9 +145,7 @@ class Platform(ABC):
     # -- autograd -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def linear_map(
-        self, x: Tensor, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def linear_map(self, x: Tensor, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
         """``forward(x)``, differentiable: the gradient is ``adjoint`` of the output's, and so on to any order."""
 
     @abstractmethod
@@ -305,7 +303,9 @@ class Platform(ABC):
         """Operator name -> ``"cross_entropy"``, ``"log_softmax"`` or ``"nll_loss"``."""
 
     @abstractmethod
-    def bind_loss_arguments(self, kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossArguments:
+    def bind_loss_arguments(
+        self, kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> LossArguments:
         """Read the arguments of a call whose operator means ``kind``.
 
         Raises:
@@ -313,7 +313,9 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def loss_parallel_hook(self, intercept: Callable[[str, Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[Any]:
+    def loss_parallel_hook(
+        self, intercept: Callable[[str, Any, Sequence[Any], Mapping[str, Any]], Any]
+    ) -> AbstractContextManager[Any]:
         """A context, entered by ``loss_parallel()``, that offers the framework's own distributed tensors to ``intercept``."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard
 from hyper_parallel.platform.torch._loss_rows import matrices, statistics_dtype
 
-__all__ = ["ELSEWHERE", "IGNORED", "at_index", "place_targets", "put_at_index"]
+__all__ = ["ELSEWHERE", "IGNORED", "at_index", "place_targets", "put_at_index", "target_owner"]
 
 ELSEWHERE = -1
 """Target index of a token whose target's class another rank holds."""
@@ -54,3 +54,12 @@ def put_at_index(x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.T
         new = values[start : start + rows.shape[0]].to(x.dtype)
         # a token without a value is written back as it was: picking the others out would synchronise a device
         rows[at] = torch.where(part >= 0, new, rows[at])
+
+
+def target_owner(labels: torch.Tensor, shard: ClassShard) -> torch.Tensor | None:
+    """Per token the member of the class group that holds the target's class, -1 for none; None where not known."""
+    if shard.ranges is None:
+        return None
+    stops = torch.tensor([stop for _, stop in shard.ranges], device=labels.device)
+    owner = torch.bucketize(labels, stops, right=True)
+    return torch.where((labels >= 0) & (labels < shard.num_classes), owner, -1)

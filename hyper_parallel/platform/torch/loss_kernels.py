@@ -14,6 +14,7 @@ import torch
 
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions
 from hyper_parallel.platform.torch import _loss_facts as loss_facts
+from hyper_parallel.platform.torch._loss_exchange import merge_statistics
 from hyper_parallel.platform.torch._loss_gradients import (
     LossState,
     cross_entropy_grad,
@@ -21,8 +22,8 @@ from hyper_parallel.platform.torch._loss_gradients import (
     sum_over_classes,
 )
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype
-from hyper_parallel.platform.torch._loss_statistics import merge_statistics, shard_statistics
-from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, place_targets, put_at_index
+from hyper_parallel.platform.torch._loss_statistics import shard_statistics
+from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, place_targets, put_at_index, target_owner
 from hyper_parallel.platform.torch.collectives import all_reduce
 
 __all__ = [
@@ -41,7 +42,7 @@ def distributed_log_softmax(
         total = merge_statistics(shard_statistics(local_logits, dim), shard.group)
         out = torch.empty_like(local_logits, dtype=dtype or local_logits.dtype)
         for start, stop, (rows, result), buffer in chunks(dim, local_logits, out):
-            torch.sub(rows, total.maximum[start:stop, None], out=buffer)
+            torch.sub(rows, total.reference[start:stop, None], out=buffer)
             result.copy_(buffer.sub_(total.log_sum_exp[start:stop, None]))
         return out, total.share
 
@@ -65,7 +66,7 @@ def distributed_nll_loss_forward(
         local = shard_statistics(
             local_logits, dim, target_index=index, needed=kept, class_weight=class_weight
         )
-        total = merge_statistics(local, shard.group)
+        total = merge_statistics(local, shard.group, owner=target_owner(labels, shard))
         assert total.target_gap is not None
 
         nll = total.target_gap + total.log_sum_exp
@@ -78,7 +79,7 @@ def distributed_nll_loss_forward(
             loss = loss + uniform * total.log_sum_exp + factor * total.shortfall
             slope = slope + uniform
         if options.z_loss:
-            lse = total.maximum + total.log_sum_exp
+            lse = total.reference + total.log_sum_exp
             loss = loss + options.z_loss * lse * lse
             slope = slope + 2.0 * options.z_loss * lse
         loss = torch.where(kept, loss, 0.0)
@@ -214,7 +215,7 @@ class _LogSoftmax(torch.autograd.Function):
         local_logits, share = ctx.saved_tensors
         with torch.no_grad(), autocast_off(grad):
             total = sum_over_classes(grad, ctx.dim, share.numel()).to(share.dtype)
-            if ctx.shard.others:
+            if ctx.shard.group is not None:
                 total = all_reduce(total, "sum", ctx.shard.group)
             grad_logits = log_softmax_grad(grad, total, local_logits, ctx.dim, share)
         return _differentiable_once("log_softmax", grad_logits, grad, local_logits), None, None, None
@@ -236,7 +237,7 @@ class _NllLoss(torch.autograd.Function):
             labels = target.reshape(-1).long()
             index, token_weight = place_targets(labels, shard, weight, options.ignore_index, dtype)
             log_prob = at_index(local_log_probs, dim, index)
-            if shard.group is not None and shard.others:
+            if shard.group is not None:
                 log_prob = all_reduce(log_prob, "sum", shard.group)
             kept = index != IGNORED
             loss = torch.where(kept, -token_weight * log_prob, 0.0)

@@ -30,9 +30,7 @@ def create_platform() -> Platform:
     """Check the installed version, then build the backend."""
     found = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
     if found < _OLDEST:
-        raise PlatformError(
-            f"PyTorch {torch.__version__} is too old; expected at least {'.'.join(map(str, _OLDEST))}"
-        )
+        raise PlatformError(f"PyTorch {torch.__version__} is too old; expected at least {'.'.join(map(str, _OLDEST))}")
     return TorchPlatform()
 
 
