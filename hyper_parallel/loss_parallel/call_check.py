@@ -26,12 +26,11 @@ _INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class CallFacts:
-    """One rank's view of a call. Field names are those of the arguments; ``weight_*`` are empty without
-    weights.
+    """One rank's view of a call.
 
-    ``same_device``: target and weight are where the logits are. ``target_digest`` depends on the values and
-    their order, ``weight_digest`` too. ``bad_targets`` counts targets that are neither a class nor
-    ``ignore_index``.
+    Fields are named after the arguments; those of the weight are empty without one. ``same_device``: target
+    and weight are where the logits are. ``target_digest`` depends on the values and their order,
+    ``weight_digest`` too. ``bad_targets`` counts targets that are neither a class nor ``ignore_index``.
     """
 
     kind: str

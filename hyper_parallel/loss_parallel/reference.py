@@ -155,8 +155,7 @@ def cross_entropy(
 
 
 def reduce_tokens(parts: Sequence[TokenLoss], reduction: str) -> tuple[Any, list[list[Array]]]:
-    """Reduce a loss whose tokens are cut over several ranks (one part each), and give the gradient of every
-    shard.
+    """Reduce a loss whose tokens are cut over several ranks, one part each; and the gradient of every shard.
 
     ``"none"``: the parts' losses, with the gradient of their sum. ``"sum"``: over all tokens. ``"mean"``:
     divided by the token weights of all parts, NaN where they add up to 0 (with gradients of exactly 0), as

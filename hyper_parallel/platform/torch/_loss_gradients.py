@@ -87,8 +87,7 @@ def sum_over_classes(x: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
 
 
 class _RowScale:
-    """Multiplies the local softmax by a factor a row; a row whose factor is 0 is exactly 0, whatever its
-    logits are.
+    """Multiplies the local softmax by a factor a row; where that is 0 the row is 0, whatever its logits are.
 
     Such rows are those of ignored tokens, and those whose local logits are all -inf, where softmax gives NaN.
     """
@@ -115,10 +114,10 @@ class _RowScale:
 
 
 def _target_slope(state: LossState, weight: torch.Tensor | None) -> torch.Tensor:
-    """Per token ``A p_y - B - e/V w_y`` where the target's class is here: ``B (p_y - 1) + (A - B) p_y - e/V
-    w_y``.
+    """Per token, where the target's class is here, ``A p_y - B - e/V w_y``.
 
-    ``p_y - 1`` comes from nll without cancelling where p_y is close to 1.
+    Computed as ``B (p_y - 1) + (A - B) p_y - e/V w_y``: ``p_y - 1`` comes from nll without cancelling where
+    p_y is close to 1.
     """
     smoothing = state.options.label_smoothing
     target_weight: torch.Tensor | float = 1.0

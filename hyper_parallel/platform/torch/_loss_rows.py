@@ -42,12 +42,11 @@ def autocast_off(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def matrices(dim: int, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Views ``[tokens, classes]`` of tensors of one shape, with the number of their first token in row-major
-    order.
+    """Views ``[tokens, classes]`` of tensors of one shape, and the number of their first token.
 
-    One matrix where the token dims of all tensors collapse into one (contiguous tensors with the classes
-    last); else as few as there must be: for ``[N, C, d1, d2]`` one for each of the N. None when there are no
-    elements.
+    Tokens are numbered in row-major order. One matrix where the token dims of all tensors collapse into one
+    (contiguous tensors with the classes last); else as few as there must be: for ``[N, C, d1, d2]`` one for
+    each of the N. None when there are no elements.
     """
     if tensors[0].numel():
         yield from _matrices(tuple(x.movedim(dim, -1) for x in tensors), 0)
