@@ -57,7 +57,10 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TO_LOCAL = "use to_local() for this rank's part, or full_tensor() (collective) for the whole"
-_OUT_OF_PLACE = "a DTensor is not written to; compute a new one, or write to to_local()"
+_OUT_OF_PLACE = (
+    "a DTensor is not written to (on CPU, MindSpore's in-place arithmetic silently is not in place); compute a new one, "
+    "or write to to_local()"
+)
 
 
 class TensorBase(Tensor):
@@ -80,6 +83,8 @@ class TensorBase(Tensor):
         raise NotImplementedError(f"{cls.__name__} must define _dispatch")
 
     def __fallback__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func.name.startswith("Inplace"):
+            raise UnsupportedOperatorError(f"{func.name}: {_OUT_OF_PLACE}")
         return type(self)._dispatch(*unpack(func, args, kwargs))
 
     # -- global numbers --------------------------------------------------------------------------------------------
@@ -226,14 +231,8 @@ def as_local(x: Tensor) -> Tensor:
 
 
 def call_local(op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on the local tensors.
-
-    Raises:
-        UnsupportedOperatorError: in-place arithmetic, which MindSpore's CPU backend silently does elsewhere.
-    """
+    """Run an operator on the local tensors."""
     name = get_op_name(op_call)
-    if name.endswith("_") and not name.startswith("_"):
-        raise UnsupportedOperatorError(f"{name}: {_OUT_OF_PLACE}")
     local_args = [_localize(a) for a in args]
     local_kwargs = {key: _localize(value) for key, value in kwargs.items()}
     if _empty.needs_care(name, local_args):

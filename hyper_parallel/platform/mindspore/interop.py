@@ -5,11 +5,11 @@ PyTorch's counterpart of this file converts that framework's own distributed ten
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspore import nn
-from mindspore.common import tensor as tensor_module
 from mindspore.graph import api as graph_api
 from mindspore.ops import primitive as primitive_module
 from mindspore.ops.function import nn_func
@@ -39,8 +39,9 @@ def install_routes(base: type) -> None:
         route(function, _dispatch_as(name, base))
     route(primitive_module._run_op, _dispatch_lists(base))
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
-        route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode"))
-    route(tensor_module._init, _refuse(base, "it would take the local values alone"))
+        route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()"))
+    tensor_module = importlib.import_module("mindspore.common.tensor")  # the attribute of that name is a function
+    route(tensor_module._init, _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"))
 
 
 def _dispatch_as(name: str, base: type) -> Handler:
@@ -76,7 +77,7 @@ def _refuse(base: type, why: str) -> Handler:
         for x in _leaves((*args, *kwargs.values())):
             if isinstance(x, base):
                 raise UnsupportedOperatorError(
-                    f"{original.__qualname__.lstrip('_')} got a DTensor of shape {x.shape}: {why}, or pass to_local()"  # type: ignore[attr-defined]
+                    f"{original.__qualname__.lstrip('_')} got a DTensor of shape {x.shape}: {why}"  # type: ignore[attr-defined]
                 )
         return original(*args, **kwargs)
 

@@ -12,26 +12,31 @@ from typing import Any
 
 from mindspore.ops import Primitive
 
+from hyper_parallel.platform.mindspore import random
+
 __all__ = ["LOCAL_OP_NAMES", "LOSS_OP_NAMES", "NamedCall", "get_op_name", "unpack"]
 
-_SAME = {"Size": "numel"}
+_SAME = {"Size": "numel", "Tile": "tile"}
 
 LOSS_OP_NAMES = {
     "cross_entropy": "cross_entropy",
     "nll_loss": "nll_loss",
     "LogSoftmax": "log_softmax",
     "LogSoftmaxExt": "log_softmax",
-    "NLLLoss": "nll_loss",
 }
-"""Operators that loss parallel takes over, and what each means. ``ops.cross_entropy``, ``mint.nn.functional.cross_entropy``
-and the cells over them reach the dispatcher as one function, ``nll_loss`` likewise; the primitives are those that
-``log_softmax`` and ``nll_loss`` consist of, also when called on their own."""
+"""Operators that loss parallel takes over, and what each means. ``ops.cross_entropy``, the function of ``mint`` and the
+cells over both reach the dispatcher as one function, ``nll_loss`` likewise (see :mod:`.interop`); ``log_softmax`` as the
+primitive that it is. The primitive NLLLoss, which gives a pair, is not taken over: called directly it is refused."""
 
 LOCAL_OP_NAMES = frozenset({"typeof"})
 """Questions that the local tensor answers as it is."""
 
 _ATTRIBUTES = {"Stack": ("axis",), "Unstack": ("axis", "num"), "Sort": ("axis", "descending"), "TopK": ("sorted",)}
 """Attributes of older primitives that say where they act; :func:`unpack` puts them behind the arguments."""
+
+
+_SEED_AND_OFFSET_LAST = frozenset({"FuncDropoutExt", "DropoutExt"})
+"""Random operators that come with numbers drawn before the dispatcher was asked; they draw anew, see :mod:`.random`."""
 
 
 class NamedCall:
@@ -67,15 +72,18 @@ def unpack(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
     """An operator and its own arguments, from what ``__fallback__`` receives."""
-    if len(args) == 3 and isinstance(args[0], Primitive) and args[1] == func.name and isinstance(args[2], tuple):
+    name = func.name
+    if len(args) == 3 and isinstance(args[0], Primitive) and args[1] == name and isinstance(args[2], tuple):
+        if name == "Dropout":
+            return NamedCall(name, random.older_dropout), args[2], {}
         packed = PackedPrimitive(args[0], func)
         return packed, (*args[2], *packed.attributes()), {}
+    if name in _SEED_AND_OFFSET_LAST:
+        return NamedCall(name, random.with_fresh_seed(func)), args, kwargs or {}
     return func, args, kwargs or {}
 
 
 def get_op_name(op_call: Any) -> str:
-    """The primitive's name; an in-place one ends in ``_``: ``InplaceAddExt`` is ``"AddExt_"``."""
+    """The primitive's name, or that of a :class:`NamedCall`."""
     name: str = getattr(op_call, "name", None) or getattr(op_call, "__name__", None) or str(op_call)
-    if name.startswith("Inplace"):
-        return name.removeprefix("Inplace") + "_"
     return _SAME.get(name, name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 from mindspore.common.generator import default_generator
 
-__all__ = ["draw_seed", "kernel_seeds", "peek_seed", "seeded", "set_seed"]
+__all__ = ["draw_seed", "older_dropout", "peek_seed", "seeded", "set_seed", "with_fresh_seed"]
 
 _STEP = 12
 """How far one draw moves the generator on, as MindSpore's own operators do."""
@@ -47,16 +47,26 @@ def seeded(seed: int) -> Iterator[None]:
         mindspore.set_rng_state(state)
 
 
-def kernel_seeds() -> tuple[int, int]:
-    """Two seeds, not both 0, for an older random primitive, drawn from the default generator.
+def older_dropout(x: Tensor, keep_prob: float, *_: int) -> Any:
+    """The primitive Dropout with seeds from the default generator.
 
-    Such primitives carry their seeds with them, and come with (0, 0), "choose some", unless ``mindspore.set_seed`` was
-    called: neither lets several ranks draw alike, or differently, on purpose.
+    As it comes it carries seeds from ``mindspore.set_seed``, or (0, 0), "choose some": neither lets several ranks draw
+    alike, or differently, on purpose.
     """
-    word = _draw()
-    return int(word & np.uint64(2**31 - 1)) or 1, int(word >> np.uint64(33))
+    word = int(_draw())
+    return ops.Dropout(keep_prob, word % (2**31 - 1) + 1, word >> 33)(x)
+
+
+def with_fresh_seed(op_call: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose last arguments are a seed and an offset, these drawn from the default generator when it runs."""
+
+    def run(*args: Any) -> Any:
+        seed, offset = default_generator._step(Tensor(_STEP, mindspore.int64))
+        return op_call(*args[:-2], seed, offset)
+
+    return run
 
 
 def _draw() -> np.uint64:
-    numbers: list[Any] = [int(t.asnumpy()) % 2**64 for t in default_generator._step(Tensor(_STEP, mindspore.int64))]
+    numbers = [int(t.asnumpy()) % 2**64 for t in default_generator._step(Tensor(_STEP, mindspore.int64))]
     return np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]  # type: ignore[no-any-return]

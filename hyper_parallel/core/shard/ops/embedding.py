@@ -63,14 +63,14 @@ def _lookup(weight_layout: Layout) -> Callable[..., Tensor]:
     size = weight_layout.shape[0]
 
     def run(
-        op_call: Callable[..., Any], input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+        op_call: Callable[..., Any], input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         platform = get_platform()
         if padding_idx is not None:
             padding_idx = padding_idx % size - start
             padding_idx = padding_idx if 0 <= padding_idx < stop - start else None
         local, inside = own_indices(input, start, stop, size)
-        found = op_call(local, pad_if_empty(weight, 0), padding_idx)
+        found = op_call(local, pad_if_empty(weight, 0), padding_idx, *args, **kwargs)
         return platform.where(platform.reshape(inside, (*platform.shape(inside), 1)), found, 0)
 
     return run
@@ -87,8 +87,9 @@ class Gather(DistributedOp):
         if len(x.shape) != len(index.shape):
             raise ValueError(f"{call.describe()}: index must have as many dims as the input")
         dim = normal_dim(call.args["dim"], len(x.shape))
+        # row i of the index looks into row i of the input, also where the input has more rows
         own: list[Label] = [d if x.shape[d] == index.shape[d] else None for d in range(len(x.shape))]
-        labels: list[Label] = list(range(len(x.shape)))
+        labels = list(own)
         own[dim], labels[dim] = "looked up", "place"
         aligned = align(self, call, {"input": own, "index": labels}, "multiply")
         layout = aligned.inputs["input"]
@@ -96,13 +97,13 @@ class Gather(DistributedOp):
         return OpPlan(aligned.output(call, labels, index.shape), aligned.inputs, run=run)
 
 
-def _gather(layout: Layout, dim: int) -> Callable[..., Tensor]:
-    start, stop = layout.local_ranges()[dim]
-    size = layout.shape[dim]
+def _gather(layout: Layout, place: int) -> Callable[..., Tensor]:
+    start, stop = layout.local_ranges()[place]
+    size = layout.shape[place]
 
-    def run(op_call: Callable[..., Any], input: Tensor, _: int, index: Tensor, **__: Any) -> Tensor:
+    def run(op_call: Callable[..., Any], input: Tensor, dim: int, index: Tensor, **_: Any) -> Tensor:
         local, inside = own_indices(index, start, stop, size)
-        found = op_call(pad_if_empty(input, dim), dim, local)
+        found = op_call(pad_if_empty(input, place), dim, local)
         return get_platform().where(inside, found, 0)
 
     return run

@@ -18,19 +18,23 @@ __all__ = ["Einsum", "Linear", "Matmul", "MatmulAdd"]
 
 
 def matmul_dims(call: OpCall, a: Path, b: Path) -> tuple[dict[Path, list[Label]], list[Label], tuple[int, ...]]:
-    """Labels of both operands and of the result, and the result's shape, with the rules of ``torch.matmul``."""
+    """Labels of both operands and of the result, and the result's shape, with the rules of ``torch.matmul``.
+
+    Arguments ``transpose_a`` and ``transpose_b``, where there are such, swap the last two dims of an operand.
+    """
     left, right = argument(call, a), argument(call, b)
-    if not left.shape or not right.shape or left.shape[-1] != right.shape[-2 if len(right.shape) > 1 else 0]:
-        raise ValueError(f"{call.describe()}: shapes {left.shape} and {right.shape} cannot be multiplied")
-    batch = broadcast_shape(left.shape[:-2], right.shape[:-2])
+    flipped = bool(call.args.get("transpose_a")), bool(call.args.get("transpose_b"))
     own: dict[Path, list[Label]] = {}
-    for path, arg, matrix in ((a, left, ["m", "k"]), (b, right, ["k", "n"])):
-        if len(arg.shape) == 1:
-            own[path] = ["k"]
-        else:
-            own[path] = [*_batch_labels(arg, batch), *matrix]
-    rows = [("m", left.shape[-2])] if len(left.shape) > 1 else []
-    columns = [("n", right.shape[-1])] if len(right.shape) > 1 else []
+    sizes: list[dict[Label, int]] = []
+    batch = broadcast_shape(left.shape[:-2], right.shape[:-2])
+    for path, arg, matrix, flip in ((a, left, ["m", "k"], flipped[0]), (b, right, ["k", "n"], flipped[1])):
+        last: list[Label] = ["k"] if len(arg.shape) == 1 else [*(reversed(matrix) if flip else matrix)]
+        own[path] = [*(_batch_labels(arg, batch) if len(arg.shape) > 1 else []), *last]
+        sizes.append(dict(zip(last, arg.shape[-len(last) :])))
+    if not left.shape or not right.shape or sizes[0]["k"] != sizes[1]["k"]:
+        raise ValueError(f"{call.describe()}: shapes {left.shape} and {right.shape} cannot be multiplied")
+    rows = [("m", sizes[0]["m"])] if "m" in sizes[0] else []
+    columns = [("n", sizes[1]["n"])] if "n" in sizes[1] else []
     labels: list[Label] = [*range(len(batch)), *(label for label, _ in rows + columns)]
     return own, labels, (*batch, *(size for _, size in rows + columns))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.shard.distributed_op import DistributedOp, OpCall, OpPlan, Path, TensorArg
 from hyper_parallel.core.shard.ops._alignment import Label, align, argument
-from hyper_parallel.core.shard.ops._shapes import flatten_ints
+from hyper_parallel.core.shard.ops._shapes import flatten_ints, normal_dim
 from hyper_parallel.core.shard.parallel_ops_register import register_distributed_op
 
 __all__ = ["LayerNorm"]
@@ -20,7 +20,7 @@ class LayerNorm(DistributedOp):
 
     def plan(self, call: OpCall) -> OpPlan:
         x = argument(call, "input")
-        count = len(flatten_ints(call.args["normalized_shape"]))
+        count = _normalized_dims(call, x)
         lines: list[Label] = list(range(len(x.shape) - count))
         operands: dict[Path, list[Label]] = {"input": [*lines, *[None] * count]}
         for name in ("weight", "bias"):
@@ -33,3 +33,12 @@ class LayerNorm(DistributedOp):
             return OpPlan(output, aligned.inputs)
         small: Layout = output.replace(shape=(*x.shape[: len(lines)], *[1] * count))
         return OpPlan([output, *[small] * statistics], aligned.inputs)
+
+
+def _normalized_dims(call: OpCall, x: TensorArg) -> int:
+    """How many trailing dims are normalized: those of the given shape, from the given dim on, or the weight's."""
+    if "normalized_shape" in call.args:
+        return len(flatten_ints(call.args["normalized_shape"]))
+    if "begin_norm_axis" in call.args:
+        return len(x.shape) - normal_dim(call.args["begin_norm_axis"], len(x.shape))
+    return len(argument(call, "weight").shape)

@@ -50,7 +50,8 @@ class Random(DistributedOp):
 class Dropout(DistributedOp):
     """dropout and its kin. Linear, with one mask for all terms of a Partial; draws nothing where nothing is dropped.
 
-    Option ``channels``: whole channels are dropped, so that only the first two dims may be sharded.
+    Options: ``channels``: whole channels are dropped, so that only the first two dims may be sharded; ``outputs``:
+    number of results, a mask among them.
     """
 
     signature = "input, p=0.5, training=True, inplace=False"
@@ -62,7 +63,9 @@ class Dropout(DistributedOp):
         if call.options.get("channels"):
             require_whole(self, call, source, tuple(range(2, source.ndim)))
         draws = bool(call.args["training"]) and call.args["p"] > 0
-        return OpPlan(target, {"input": target}, run=seeded_run(target) if draws else None)
+        count = call.options.get("outputs", 1)
+        output = target if count == 1 else [target] * count
+        return OpPlan(output, {"input": target}, run=seeded_run(target) if draws else None)
 
 
 @register_distributed_op("multinomial")
