@@ -58,41 +58,63 @@ def agree(view: View, mesh: DeviceMesh, like: Tensor) -> Exception | None:
 
     Collectives: one all-gather of 24 bytes along each mesh dim of more than one rank; on failure one of texts as well.
     """
-    error, text = view.error, view.shared
+    found = None if view.error is None else _Found(view.error, get_platform().rank(), everywhere=True)
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         if group.size == 1:
             continue
         values = view.values if dim in view.value_dims else 0
-        header = np.array([error is not None, zlib.crc32(text.encode()), values], dtype=np.int64)
+        header = np.array([found is not None, zlib.crc32(view.shared.encode()), values], dtype=np.int64)
         seen = _gather(header, group, like)
         if not seen[:, 0].any() and (seen == seen[0]).all():
             continue
-        message = f"{_code(error)}|{error}" if error is not None else f"-|{text}"
-        texts = _gather_texts(message, group, like)
-        error = _common_error(texts, seen, group)
-    return error
+        message = f"-|{view.shared}" if found is None else found.encode()
+        found = _common_error(_gather_texts(message, group, like), seen, group)
+    if found is None:
+        return None
+    return found.error if found.everywhere else type(found.error)(f"rank {found.rank}: {found.error}")
 
 
-def _common_error(texts: Sequence[str], seen: np.ndarray, group: Group) -> Exception:
-    for rank, text in zip(group.ranks, texts, strict=True):
-        code, _, message = text.partition("|")
-        if code != "-":
-            prefix = "" if message.startswith("rank ") or len(set(texts)) == 1 else f"rank {rank}: "
-            return _ERRORS[int(code)](prefix + message)
+@dataclass(frozen=True)
+class _Found:
+    """An error, the rank that found it, and whether all ranks that know of it found the same by themselves."""
+
+    error: Exception
+    rank: int
+    everywhere: bool
+
+    def encode(self) -> str:
+        code = next((i for i, kind in enumerate(_ERRORS) if isinstance(self.error, kind)), len(_ERRORS) - 1)
+        return f"{code}|{self.rank}|{self.everywhere:d}|{self.error}"
+
+    @classmethod
+    def decode(cls, text: str) -> _Found | None:
+        if text.startswith("-|"):
+            return None
+        code, rank, everywhere, message = text.split("|", 3)
+        return cls(_ERRORS[int(code)](message), int(rank), everywhere == "1")
+
+
+def _common_error(texts: Sequence[str], seen: np.ndarray, group: Group) -> _Found:
+    known = [_Found.decode(text) for text in texts]
+    first = next((found for found in known if found is not None), None)
+    if first is not None:
+        everywhere = all(k is not None and k.everywhere and str(k.error) == str(first.error) for k in known)
+        return _Found(first.error, first.rank, everywhere)
+    return _Found(LossParallelLayoutError(_difference(texts, seen, group)), group.ranks[0], everywhere=True)
+
+
+def _difference(texts: Sequence[str], seen: np.ndarray, group: Group) -> str:
+    """What the ranks of a line of the mesh see differently."""
     views = [text.partition("|")[2] for text in texts]
     if len(set(views)) > 1:
         listed = "; ".join(f"rank {rank} has {view}" for rank, view in zip(group.ranks, views, strict=True))
-        return LossParallelLayoutError(f"the ranks of the mesh disagree about the call: {listed}")
+        return f"the ranks of the mesh disagree about the call: {listed}"
     listed = ", ".join(f"{int(v):#010x} on rank {rank}" for rank, v in zip(group.ranks, seen[:, 2], strict=True))
-    return LossParallelLayoutError(
+    return (
         f"the target differs between ranks that must hold the same one (checksums: {listed}); expected equal targets "
         "on the ranks that share the classes of a token"
     )
-
-
-def _code(error: Exception) -> int:
-    return next((i for i, kind in enumerate(_ERRORS) if isinstance(error, kind)), len(_ERRORS) - 1)
 
 
 def _gather(values: np.ndarray, group: Group, like: Tensor) -> np.ndarray:

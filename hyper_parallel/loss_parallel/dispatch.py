@@ -74,26 +74,11 @@ def intercept_native(name: str, op_call: Any, args: Sequence[Any], kwargs: Mappi
 
 
 def _inside(call: LossArguments, state: State) -> Any:
-    layout: Layout = call.input.global_layout
-    nothing_sharded = _nothing_sharded(call) and not (state.mesh is not None and state.strict)
-    inputs: LossInputs | None = None
-    error: Exception | None = None
-    validate = get_platform().loss_kernels.validates_by_default(call.input)
-    values: dict[str, Any] = {}
-    try:
-        if not nothing_sharded:
-            may_gather = not state.strict or state.config.loss_parallel_fallback_on_layout_error
-            inputs = prepare(call, mesh=state.mesh, may_gather=may_gather)
-            if validate:
-                values = _target_view(call, inputs)
-    except (LossParallelLayoutError, NotImplementedError, IndexError, TypeError, ValueError) as e:
-        error = e
-    if validate:
-        error = agree(
-            View(error, _shared_text(call, layout), **values), layout.mesh, get_platform().as_local(call.input)
-        )
-    if error is not None:
-        raise error
+    if _nothing_sharded(call) and not (state.mesh is not None and state.strict):
+        inputs = _agreed(call, lambda: None)
+    else:
+        may_gather = not state.strict or state.config.loss_parallel_fallback_on_layout_error
+        inputs = _agreed(call, lambda: prepare(call, mesh=state.mesh, may_gather=may_gather))
     return NotImplemented if inputs is None else _compute(call, inputs)
 
 
@@ -105,7 +90,8 @@ def _outside(call: LossArguments, state: State) -> Any:
             "Enter loss_parallel(), redistribute the logits to Replicate, or set "
             "ParallelismConfig.loss_parallel_fallback_on_layout_error"
         )
-    inputs = prepare(call, mesh=None, may_gather=True, must_gather=True)
+    inputs = _agreed(call, lambda: prepare(call, mesh=None, may_gather=True, must_gather=True))
+    assert inputs is not None
     return _compute(call, inputs)
 
 
@@ -130,13 +116,35 @@ def _nothing_sharded(call: LossArguments) -> bool:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-def _shared_text(call: LossArguments, layout: Layout) -> str:
+def _agreed(call: LossArguments, make: Callable[[], LossInputs | None]) -> LossInputs | None:
+    """What ``make`` gives on this rank, once every rank has got there; or on every rank the same error."""
+    platform, layout = get_platform(), call.input.global_layout
+    validate = platform.loss_kernels.validates_by_default(call.input)
+    inputs: LossInputs | None = None
+    error: Exception | None = None
+    values: dict[str, Any] = {}
+    try:
+        inputs = make()
+        if validate and inputs is not None:
+            values = _target_view(call, inputs)
+    except (LossParallelLayoutError, NotImplementedError, IndexError, TypeError, ValueError) as e:
+        error = e
+    if validate:
+        text = _shared_text(call, layout, with_weight=error is None)
+        error = agree(View(error, text, **values), layout.mesh, platform.as_local(call.input))
+    if error is not None:
+        raise error
+    return inputs
+
+
+def _shared_text(call: LossArguments, layout: Layout, with_weight: bool = False) -> str:
+    """What all ranks must see alike; ``with_weight``: the class weights were checked, so that they can be read."""
     platform = get_platform()
     text = f"{call.kind} of {platform.dtype_name(call.input)} logits with {layout.describe()}"
     if call.kind == "log_softmax":
         return f"{text}, dim={call.dim}"
     weight = ""
-    if platform.is_tensor(call.weight):
+    if with_weight and platform.is_tensor(call.weight):
         weight = f", weight checksum {digest(platform.to_numpy(call.weight)):#010x}"
     return f"{text}, reduction={call.reduction!r}, ignore_index={call.ignore_index}{weight}"
 

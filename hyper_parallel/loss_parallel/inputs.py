@@ -18,6 +18,8 @@ from hyper_parallel.platform.platform import LossArguments, Tensor
 
 __all__ = ["LossInputs", "check_target_values", "class_dim_of", "prepare"]
 
+_REDUCTIONS = ("none", "mean", "sum")
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -113,6 +115,8 @@ def _check_options(call: LossArguments) -> None:
         raise ValueError(f"{call.kind} needs logits with a class dim, found a 0-d DTensor")
     if not platform.is_floating_point(call.input):
         raise TypeError(f"{call.kind} needs floating-point logits, found {platform.dtype_name(call.input)}")
+    if call.reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {_REDUCTIONS}, found {call.reduction!r}")
     if call.label_smoothing:
         raise LossParallelUnsupportedError(
             f"label_smoothing={call.label_smoothing} is not supported inside loss_parallel(); expected 0.0"

@@ -306,10 +306,10 @@ class Platform(ABC):
     def bind_loss_arguments(
         self, kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> LossArguments:
-        """Read the arguments of a call whose operator means ``kind``.
+        """Read the arguments of a call whose operator means ``kind``, unchecked: the ranks agree on errors later.
 
         Raises:
-            ValueError: an unknown ``reduction``.
+            TypeError: arguments that the operator does not take.
         """
 
     @abstractmethod

@@ -37,7 +37,6 @@ def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
     Raises:
         TypeError: arguments that the function does not take.
-        ValueError: an unknown reduction.
     """
     if kind == "log_softmax":
         functional = op_call is torch.nn.functional.log_softmax
@@ -55,8 +54,6 @@ def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     reduction = a["reduction"]
     if a["size_average"] is not None or a["reduce"] is not None:
         reduction = _reduction.legacy_get_string(a["size_average"], a["reduce"])
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', found {reduction!r}")
     return LossArguments(
         kind,
         a["input"],

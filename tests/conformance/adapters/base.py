@@ -102,6 +102,10 @@ class Adapter(ABC):
         """What ``.item()`` and ``float()`` of a scalar loss show (both, and equal); collective."""
 
     @abstractmethod
+    def elsewhere(self, x: Tensor) -> Tensor:
+        """The tensor on another device than :attr:`device_type`."""
+
+    @abstractmethod
     def record_collectives(self) -> AbstractContextManager[list[Collective]]:
         """Gathers what the library sends, in order, the header of the agreement included."""
 

@@ -65,6 +65,8 @@ class TorchAdapter(Adapter):
             return F.cross_entropy(logits, target, **options)
         if kind == "module":
             return torch.nn.CrossEntropyLoss(**options)(logits, target)
+        if kind == "nll_of_logits":
+            return F.nll_loss(logits, target, **options)
         dim = 0 if logits.ndim == 1 else 1
         if kind == "decomposed":
             return F.nll_loss(F.log_softmax(logits, dim), target, **options)
@@ -108,6 +110,9 @@ class TorchAdapter(Adapter):
         shown, number = x.item(), float(x)
         assert shown == number or (shown != shown and number != number)
         return number
+
+    def elsewhere(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to("meta")
 
     @contextmanager
     def record_collectives(self) -> Iterator[list[Collective]]:
