@@ -1,0 +1,61 @@
+"""One decision on all ranks of a group: what one of them found wrong, all raise."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from hyper_parallel.errors import ParallelPlanError
+from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform.platform import Tensor
+
+__all__ = ["raise_together"]
+
+_TEXT_BYTES = 4096
+
+
+def raise_together(error: Exception | None, view: str, group: Group, like: Tensor | None = None) -> None:
+    """Return on all ranks, or raise on all: where some rank has an error, or the ranks see different things.
+
+    Collectives: one all-gather of 16 bytes; one of texts when something is wrong.
+
+    Args:
+        error: what is wrong here; raised as it is on this rank.
+        view: what must be the same everywhere.
+        group: the ranks.
+        like: a tensor on the device that the group communicates from; None: the host.
+
+    Raises:
+        ParallelPlanError: some other rank's error, or different views.
+    """
+    header = np.array([error is not None, zlib.crc32(view.encode())], np.int64)
+    seen = _gather(header, group, like)
+    if not seen[:, 0].any() and (seen == seen[0]).all():
+        return
+    text = view if error is None else str(error)
+    raw = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.int64)
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in _gather(raw, group, like)]
+    if error is not None:
+        raise error
+    for failed, rank, found in zip(seen[:, 0], group.ranks, texts):
+        if failed:
+            raise ParallelPlanError(f"rank {rank}: {found}")
+    differing = next(i for i, found in enumerate(texts) if found != texts[0] or seen[i, 1] != seen[0, 1])
+    raise ParallelPlanError(
+        f"ranks {group.ranks[0]} and {group.ranks[differing]} have different models or plans: "
+        f"{_first_difference(texts[0], texts[differing])}"
+    )
+
+
+def _first_difference(one: str, other: str) -> str:
+    for a, b in zip(one.split("\n"), other.split("\n")):
+        if a != b:
+            return f"{a!r} and {b!r}"
+    return f"{len(one)} and {len(other)} characters of description"
+
+
+def _gather(values: np.ndarray, group: Group, like: Tensor | None) -> np.ndarray:
+    platform = get_platform()
+    gathered: np.ndarray = platform.to_numpy(platform.all_gather(platform.from_numpy(values, like), group))
+    return gathered

@@ -1,0 +1,193 @@
+"""Attention modules: whole heads on every rank, key and value heads shared where ranks outnumber them.
+
+A plan names projections (``self_attn.q_proj``); that their outputs are made of heads, and how many, is read
+from the model: the number of heads from the attention module or the nearest config above it, the roles from
+the projections' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hyper_parallel.errors import ParallelPlanError
+from hyper_parallel.platform.modules import LayerFacts, Module
+
+__all__ = ["Attention", "OutputParts", "find_attention", "fused_parts"]
+
+_QUERY = frozenset({"q_proj", "query", "wq", "q_attn"})
+_KEY_VALUE = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv"})
+_FUSED = frozenset({"qkv_proj", "c_attn"})
+"""Outputs are [queries; keys; values]."""
+_INTERLEAVED = frozenset({"query_key_value"})
+"""Outputs are a query, a key and a value for each head in turn."""
+_GATE_UP = frozenset({"gate_up_proj"})
+
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_GROUP_COUNTS = ("num_key_value_groups", "n_rep")
+_CONFIG_QUERY = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+@dataclass(frozen=True)
+class OutputParts:
+    """What the output features of a projection are made of."""
+
+    parts: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention module whose heads the ranks share.
+
+    Attributes:
+        projections: child name -> the parts of its output.
+        attributes: what the module's attributes must be on every rank, such as its number of heads.
+    """
+
+    projections: Mapping[str, OutputParts]
+    attributes: Mapping[str, Any]
+
+
+class LocalHeadsConfig:
+    """A model's config as an attention module sees it that holds a part of the heads; everything else
+    passes through.
+    """
+
+    def __init__(self, config: Any, changes: Mapping[str, int]) -> None:
+        self.__dict__["_whole"] = config
+        self.__dict__.update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_whole"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_whole"], name, value)
+
+
+def find_attention(
+    name: str, module: Module, column_children: Mapping[str, LayerFacts], config: Any, ranks: int
+) -> Attention | None:
+    """What an attention module becomes when the projections in ``column_children`` are shared; None: it is
+    none.
+
+    Args:
+        name: the module's name, for messages.
+        module: the parent of the projections.
+        column_children: those whose output features are shared, with what they are.
+        config: the nearest config above, or None.
+        ranks: number of ranks.
+
+    Raises:
+        ParallelPlanError: the heads do not fit the ranks; the message names both numbers.
+    """
+    roles = {child: role for child in column_children if (role := _role(child)) is not None}
+    if not set(roles.values()) & {"query", "fused", "interleaved"}:
+        return None
+    queries, key_values = _head_counts(name, module, config)
+    if queries % ranks:
+        raise ParallelPlanError(
+            f"{name}: {queries} attention heads cannot be shared by {ranks} tensor-parallel ranks; expected a number "
+            f"of heads that is a multiple of {ranks}"
+        )
+    if key_values % ranks and ranks % key_values:
+        raise ParallelPlanError(
+            f"{name}: {key_values} key/value heads cannot be laid over {ranks} tensor-parallel ranks; expected one to "
+            "be a multiple of the other"
+        )
+    projections = {
+        child: _parts(f"{name}.{child}", role, column_children[child], queries, key_values)
+        for child, role in roles.items()
+    }
+    has_fused = "fused" in roles.values()
+    return Attention(projections, _attributes(module, queries, key_values, ranks, projections, has_fused))
+
+
+def fused_parts(child: str, facts: LayerFacts) -> OutputParts | None:
+    """The parts of a feed-forward projection that is known to be fused: [gate; up]."""
+    if child in _GATE_UP and facts.out_features % 2 == 0:
+        return OutputParts((facts.out_features // 2,) * 2, ())
+    return None
+
+
+def _role(child: str) -> str | None:
+    for role, names in (
+        ("query", _QUERY), ("key_value", _KEY_VALUE), ("fused", _FUSED), ("interleaved", _INTERLEAVED)
+    ):  # fmt: skip
+        if child in names:
+            return role
+    return None
+
+
+def _head_counts(name: str, module: Module, config: Any) -> tuple[int, int]:
+    queries = _first_integer(module, _QUERY_COUNTS) or _first_integer(config, _CONFIG_QUERY)
+    if queries is None:
+        raise ParallelPlanError(
+            f"{name}: the number of attention heads is neither an attribute of the module ({_QUERY_COUNTS}) nor of a "
+            f"config above it ({_CONFIG_QUERY}); give it in the plan, as ColwiseParallel(heads=...)"
+        )
+    key_values = _first_integer(module, _KEY_VALUE_COUNTS) or _first_integer(config, _KEY_VALUE_COUNTS)
+    return queries, key_values or queries
+
+
+def _first_integer(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _parts(name: str, role: str, facts: LayerFacts, queries: int, key_values: int) -> OutputParts:
+    width = facts.out_features
+    if role == "fused":
+        if width % (queries + 2 * key_values) == 0:
+            head = width // (queries + 2 * key_values)
+            heads: tuple[int, ...] = (queries, key_values, key_values)
+            return OutputParts(tuple(head * h for h in heads), heads)
+        if width % (2 * key_values) == 0:  # keys and values of cross-attention
+            return OutputParts((width // 2,) * 2, (key_values, key_values))
+    heads = (key_values,) if role == "key_value" else (queries,)
+    if width % heads[0]:
+        raise ParallelPlanError(f"{name}: {width} output features are not made of {heads[0]} equal heads")
+    return OutputParts((width,), heads)
+
+
+def _attributes(
+    module: Module,
+    queries: int,
+    key_values: int,
+    ranks: int,
+    projections: Mapping[str, OutputParts],
+    has_fused: bool,
+) -> dict[str, Any]:
+    """Attributes that the module's code reads and that count heads: the local numbers in the place of the
+    whole ones.
+    """
+    own_queries, own_key_values = queries // ranks, max(key_values // ranks, 1)
+    values = {
+        **dict.fromkeys(_QUERY_COUNTS, (queries, own_queries)),
+        **dict.fromkeys(_KEY_VALUE_COUNTS, (key_values, own_key_values)),
+        **dict.fromkeys(_GROUP_COUNTS, (queries // key_values, own_queries // own_key_values)),
+    }
+    if has_fused:  # how wide the queries are in what the code splits
+        width = max(parts.parts[0] for parts in projections.values())
+        values["split_size"] = (width, width // ranks)
+    found: dict[str, Any] = {
+        name: own
+        for name, (whole, own) in values.items()
+        if getattr(module, name, None) == whole and own != whole
+    }
+    config = getattr(module, "config", None)
+    if has_fused and config is not None and ranks > 1:
+        counts = {
+            name: own
+            for name, (whole, own) in values.items()
+            if name in (*_QUERY_COUNTS, *_KEY_VALUE_COUNTS) and getattr(config, name, None) == whole
+        }
+        found["config"] = LocalHeadsConfig(config, counts)
+    return found

@@ -1,0 +1,146 @@
+"""parallelize_module: find the modules that a plan names, check all of them, then share them between the
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hyper_parallel.config import ParallelismConfig
+from hyper_parallel.core.state import current_state
+from hyper_parallel.errors import ParallelPlanError
+from hyper_parallel.platform import Group
+from hyper_parallel.platform.modules import Module, get_module_backend
+from hyper_parallel.tensor_parallel.agreement import raise_together
+from hyper_parallel.tensor_parallel.auto_plan import auto_plan
+from hyper_parallel.tensor_parallel.groups import tensor_parallel_mesh
+from hyper_parallel.tensor_parallel.planning import Planned, plan_model
+from hyper_parallel.tensor_parallel.replicas import SubgroupMaker, make_replica_sum
+from hyper_parallel.tensor_parallel.report import PlanReport
+from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
+from hyper_parallel.tensor_parallel.styles import ParallelStyle
+
+__all__ = ["parallelize_module", "sharding_report"]
+
+_REPORT = "_tensor_parallel_report"
+
+
+def parallelize_module(
+    module: Module,
+    device_mesh: Any,
+    parallelize_plan: str | ParallelStyle | Mapping[str, str | ParallelStyle] = "auto",
+    *,
+    config: ParallelismConfig | None = None,
+) -> Module:
+    """Share a model's layers between the ranks of a mesh. The model's code stays as it is; works on models
+    without memory.
+
+    Each named module keeps its class, name and parameters; the parameters become this rank's part (plain
+    tensors that carry ``_shard_spec`` and ``_shard_group``), and a rule runs in the place of its forward.
+    Heads, fused projections and tied weights are recognised: an embedding and a last layer that share a
+    weight share its part.
+
+    Args:
+        module: the model; all ranks of a group pass the same one.
+        device_mesh: 1-D, or with a dim named ``"tp"``; ours or the framework's.
+        parallelize_plan: ``"auto"``; or a mapping of name patterns to styles (or to their names, see
+            :func:`style_kinds`), where ``*`` stands for one part of a name; or one style for the module
+            itself. The names may leave out a base model's prefix.
+        config: for ``"auto"``: with ``disable_loss_parallel`` the last layer gives whole logits, else
+            class-sharded DTensors. Default: that of the surrounding train context.
+
+    Returns:
+        ``module``, changed in place. :func:`sharding_report` tells what was done.
+
+    Raises:
+        ParallelPlanError: on every rank, before anything is changed: a pattern that names nothing, modules
+            that do not fit their style, heads that do not fit the ranks, ranks with different models.
+
+    Collectives: one small all-gather; creates groups for key and value heads that several ranks share.
+
+    Example:
+        >>> parallelize_module(model, mesh["tp"])                                            # doctest: +SKIP
+        >>> parallelize_module(model, mesh["tp"], {"layers.*.mlp.up_proj": "colwise",
+        ...                                        "layers.*.mlp.down_proj": "rowwise"})     # doctest: +SKIP
+    """
+    mesh = tensor_parallel_mesh(device_mesh)
+    group = mesh.get_group()
+    planned: Planned | None = None
+    error: Exception | None = None
+    try:
+        if not get_module_backend().is_module(module):
+            raise TypeError(f"parallelize_module takes a module, found {type(module).__name__}")
+        planned = plan_model(module, mesh, _as_mapping(module, parallelize_plan, config))
+    except Exception as e:  # whatever it is, the other ranks must hear of it
+        error = e
+    raise_together(error, planned.report.shared_view if planned else "", group, _like(module))
+    assert planned is not None
+    _apply(planned, group)
+    setattr(module, _REPORT, planned.report)
+    return module
+
+
+def sharding_report(module: Module) -> PlanReport:
+    """What :func:`parallelize_module` did to a model: rule -> modules -> local shapes -> bytes a rank, and
+    what is whole.
+
+    Raises:
+        ValueError: the model was not parallelised.
+    """
+    report = getattr(module, _REPORT, None)
+    if not isinstance(report, PlanReport):
+        raise ValueError(f"{type(module).__name__} was not given to parallelize_module")
+    return report
+
+
+def _as_mapping(
+    module: Module, plan: str | ParallelStyle | Mapping[str, str | ParallelStyle], config: ParallelismConfig | None
+) -> Mapping[str, str | ParallelStyle]:
+    if plan == "auto":
+        return auto_plan(module, config or current_state().config)
+    if isinstance(plan, ParallelStyle):
+        return {"": plan}
+    if isinstance(plan, Mapping):
+        return plan
+    raise ParallelPlanError(f"expected 'auto', a style, or a mapping of name patterns to styles, found {plan!r}")
+
+
+def _like(module: Module) -> Any:
+    """A parameter with memory, on the device that the ranks communicate from."""
+    backend = get_module_backend()
+    if not backend.is_module(module):
+        return None
+    parameters = (p for _, m in backend.named_modules(module) for p in backend.own_parameters(m).values())
+    return next((p for p in parameters if backend.has_memory(p)), None)
+
+
+def _apply(planned: Planned, group: Group) -> None:
+    backend = get_module_backend()
+    subgroups: dict[tuple[int, ...], Group] = {}
+
+    def subgroup(members: Any) -> Group:
+        key = tuple(members)
+        if key not in subgroups:
+            subgroups[key] = backend.create_subgroup(group, key)
+        return subgroups[key]
+
+    done: set[int] = set()
+    for bound in planned.bound:
+        for name, parameter in backend.own_parameters(bound.module).items():
+            spec = bound.rule.cuts.get(name)
+            if spec is not None and id(parameter) not in done:
+                done.add(id(parameter))
+                backend.cut_parameter(parameter, spec, group.rank)
+        backend.add_rule(bound.module, _with_replica_sums(bound.rule, group, subgroup))
+    for module, attributes in planned.attributes:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+
+def _with_replica_sums(rule: Rule, group: Group, subgroup: SubgroupMaker) -> Rule:
+    if not isinstance(rule, ColumnRule):
+        return rule
+    sums = {name: make_replica_sum(spec, group.rank, subgroup) for name, spec in rule.cuts.items()}
+    return replace(rule, replicas={name: s for name, s in sums.items() if s is not None})
