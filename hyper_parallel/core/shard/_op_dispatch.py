@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Replicate
 from hyper_parallel.core.shard._recipe import Recipe, bind_arguments, compile_recipe, wrap_replicated
@@ -172,16 +173,38 @@ class OpDispatcher:
             )
         if kwargs.get("out") is not None:
             raise UnsupportedOperatorError(f"operator {name!r}: out= is not supported on DTensors")
-        call, locations = self._bind(entry, name, args, kwargs, mesh)
+        try:
+            return self._plan(entry, name, args, kwargs, mesh, lambda layout: layout)
+        except UnsupportedOperatorError:
+            if all(layout == _without_lonely_shards(layout) for layout in layouts):
+                raise
+        return self._plan(entry, name, args, kwargs, mesh, _without_lonely_shards)
+
+    def _plan(
+        self,
+        entry: OpEntry,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh: DeviceMesh,
+        view: Callable[[Layout], Layout],
+    ) -> Recipe:
+        call, locations = self._bind(entry, name, args, kwargs, mesh, view)
         plan = entry.family.plan(call)
         return compile_recipe(self.dtensor_class, call, plan, locations, args, kwargs)
 
     def _bind(
-        self, entry: OpEntry, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
+        self,
+        entry: OpEntry,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        mesh: DeviceMesh,
+        view: Callable[[Layout], Layout],
     ) -> tuple[OpCall, dict[str, Any]]:
         def describe(x: Any) -> Any:
             if isinstance(x, self.dtensor_class):
-                return TensorArg(x._layout, False, self._platform.dtype_name(x))  # type: ignore[attr-defined]
+                return TensorArg(view(x._layout), False, self._platform.dtype_name(x))  # type: ignore[attr-defined]
             if self._platform.is_tensor(x):
                 layout = Layout(mesh, [Replicate()] * mesh.ndim, self._platform.shape(x))
                 return TensorArg(layout, True, self._platform.dtype_name(x))
@@ -191,3 +214,10 @@ class OpDispatcher:
 
         bound, locations = bind_arguments(entry.signature, name, args, kwargs)
         return OpCall(name, {k: describe(v) for k, v in bound.items()}, mesh, entry.options), locations
+
+
+def _without_lonely_shards(layout: Layout) -> Layout:
+    """Replicate instead of Shard on mesh dims of size 1, where both mean the same."""
+    return layout.replace(
+        [Replicate() if n == 1 and p.is_shard() else p for n, p in zip(layout.mesh.shape, layout.placements, strict=True)]
+    )

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.placement_types import Partial, Placement, Shard
 from hyper_parallel.core.shard.distributed_op import DistributedOp, OpCall, OpPlan, TensorArg
 from hyper_parallel.core.shard.ops._shapes import normal_dims
 from hyper_parallel.core.shard.ops.elementwise import Elementwise, reduced
