@@ -157,6 +157,19 @@ def test_fallback_outside_the_context(platform: str, world_size: int, entry: str
         assert "S(1)@tp" in message
 
 
+@pytest.mark.contract("C3", "TRAP4")
+@on_groups(2)
+@pytest.mark.parametrize("context", [None, {}, {"strict": False}], ids=["outside", "inside", "not strict"])
+def test_bad_target_in_the_fallback(platform: str, world_size: int, context: dict | None) -> None:
+    """Gathered or not, a target out of range on one rank alone is the same error on all."""
+    case = make_case(world_size, (2, 7), context=context, config={"loss_parallel_fallback_on_layout_error": True})
+    shards = (1,) if context is None else (0,)
+    bad = case.but(shards=shards, target=np.array([6, 7]), target_as="local" if shards == (0,) else "plain")
+    raised = run_distributed(run_case, bad, platform=platform, world_size=world_size, expect_error=True)
+    assert {kind for kind, _ in raised} == {"IndexError"}
+    assert len(set(raised)) == 1 and "Target 7 is out of bounds for 7 classes" in raised[0].message
+
+
 @pytest.mark.contract("C3", "E4")
 @on_groups(4)
 @illegal

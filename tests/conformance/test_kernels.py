@@ -17,13 +17,14 @@ from tests.harness import run_distributed, this_rank, this_world_size
 _WIDTHS = {1: (9,), 2: (2, 7), 3: (4, 0, 5), 4: (0, 1, 6, 2)}
 
 
-def class_shard(widths: tuple[int, ...], num_classes: int | None = None) -> Any:
+def class_shard(widths: tuple[int, ...], ranges_known: bool = False) -> Any:
     """In a worker: this rank's classes."""
     from hyper_parallel.loss_parallel.kernel_spec import ClassShard
 
     rank, group = this_rank(), mesh_of((this_world_size(),), ("tp",)).get_group("tp")
-    start = sum(widths[:rank])
-    return ClassShard(start, start + widths[rank], sum(widths) if num_classes is None else num_classes, group)
+    stops = [sum(widths[: r + 1]) for r in range(len(widths))]
+    ranges = tuple((stop - width, stop) for stop, width in zip(stops, widths))
+    return ClassShard(*ranges[rank], sum(widths), group, ranges if ranges_known else None)
 
 
 def inputs(dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -95,12 +96,18 @@ def k1(dtype: str, widths: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.contract("K2", "K3", "P3", "G2")
 @on_offers(FLOATS, "dtype")
-@pytest.mark.parametrize("weighted", [False, True])
-def test_nll_forward_and_fused_backward(platform: str, world_size: int, dtype: str, weighted: bool) -> None:
-    """Loss and weight of each token; then the gradient of the local logits, without a collective."""
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("ranges_known", [False, True], ids=["own range", "all ranges"])
+def test_nll_forward_and_fused_backward(
+    platform: str, world_size: int, dtype: str, weighted: bool, ranges_known: bool
+) -> None:
+    """Loss and weight of each token; then the gradient of the local logits, without a collective.
+
+    Knowing every rank's classes, the ranks send less; the numbers are the same.
+    """
     widths = _WIDTHS[world_size]
     logits, target, weight, upstream, _ = inputs(dtype)
-    found = run_distributed(k2_k3, dtype, widths, weighted, platform=platform, world_size=world_size)
+    found = run_distributed(k2_k3, dtype, widths, weighted, ranges_known, platform=platform, world_size=world_size)
     tokens = reference.cross_entropy(split(logits, widths), 1, target, weight=weight if weighted else None)
     grads = tokens.backward(upstream)
     statistics = "float64" if dtype == "float64" else "float32"
@@ -109,20 +116,26 @@ def test_nll_forward_and_fused_backward(platform: str, world_size: int, dtype: s
         assert_close(result["token_weight"], tokens.token_weight, statistics, "token weight")
         assert_close(result["grad"], grads[rank], dtype, "gradient", scale=4.0)
         assert result["backward_collectives"] == []
+        if world_size > 1:
+            numbers = (2 if ranges_known else 3) * target.size
+            assert sum(size for _, size in result["forward_collectives"]) == numbers * np.dtype(statistics).itemsize
         assert np.array_equal(result["loss"], found[0]["loss"])
 
 
-def k2_k3(dtype: str, widths: tuple[int, ...], weighted: bool) -> dict[str, Any]:
+def k2_k3(dtype: str, widths: tuple[int, ...], weighted: bool, ranges_known: bool) -> dict[str, Any]:
     """In a worker."""
     from hyper_parallel import get_platform
     from hyper_parallel.loss_parallel.kernel_spec import LossOptions
 
-    adapter, kernels, shard = this_adapter(), get_platform().loss_kernels, class_shard(widths)
+    adapter, kernels, shard = this_adapter(), get_platform().loss_kernels, class_shard(widths, ranges_known)
     logits, target, weight, upstream, _ = inputs(dtype)
     local = adapter.tensor(split(logits, widths)[this_rank()], dtype)
     labels = adapter.tensor(target, "int64")
     weights = adapter.tensor(weight, dtype) if weighted else None
-    loss, token_weight, state = kernels.distributed_nll_loss_forward(local, 1, labels, shard, weights, LossOptions())
+    with adapter.record_collectives() as sent:
+        loss, token_weight, state = kernels.distributed_nll_loss_forward(
+            local, 1, labels, shard, weights, LossOptions()
+        )
     with adapter.record_collectives() as seen:
         statistics = adapter.dtype(loss)
         grad = kernels.fused_nll_log_softmax_backward(adapter.tensor(upstream, statistics), local, 1, state)
@@ -130,6 +143,7 @@ def k2_k3(dtype: str, widths: tuple[int, ...], weighted: bool) -> dict[str, Any]
         "loss": adapter.numpy(loss),
         "token_weight": adapter.numpy(token_weight),
         "grad": adapter.numpy(grad),
+        "forward_collectives": [(c.name, c.bytes) for c in sent],
         "backward_collectives": [c.name for c in seen],
     }
 

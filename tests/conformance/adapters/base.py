@@ -66,6 +66,10 @@ class Adapter(ABC):
         """The loss as a user writes it, ``entry`` being one of ``groups.ENTRIES``."""
 
     @abstractmethod
+    def loss_functions(self) -> list[Any]:
+        """Every function of the framework through which a cross-entropy can be computed."""
+
+    @abstractmethod
     def log_softmax(self, x: Any, dim: int) -> Any:
         """The framework's function."""
 

@@ -76,6 +76,19 @@ class TorchAdapter(Adapter):
             return torch.nn.NLLLoss(**options)(torch.nn.LogSoftmax(dim)(logits), target)
         raise ValueError(f"unknown entry {entry!r}")
 
+    def loss_functions(self) -> list[Any]:
+        aten = torch.ops.aten
+        return [
+            F.cross_entropy,
+            F.log_softmax,
+            F.nll_loss,
+            torch.log_softmax,
+            torch.Tensor.log_softmax,
+            torch.special.log_softmax,
+            aten.log_softmax.int,
+            aten._log_softmax.default,
+        ]
+
     def log_softmax(self, x: Any, dim: int) -> Any:
         return F.log_softmax(x, dim)
 
