@@ -1,0 +1,88 @@
+"""Every Python block of the documentation runs, and prints what the page says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, Block, Page, all_pages
+from tests.docs.run_blocks import run_blocks
+from tests.harness import run_distributed
+
+PAGES = {page.name: page for page in all_pages()}
+SEPARATE = [(p, b) for p in PAGES.values() for b in p.blocks if b.directive == "ranks"]
+SCRIPTS = [(p, b) for p in PAGES.values() for b in p.blocks if b.directive == "script"]
+SECONDS = 120
+
+
+def check_run(page: Page, blocks: list[Block], ranks: int) -> None:
+    sources = [(block.line, block.text) for block in blocks]
+    printed = run_distributed(
+        run_blocks, page.name, sources, platform="torch", world_size=ranks, timeout=SECONDS
+    )[0]
+    for block, text in zip(blocks, printed, strict=True):
+        assert text == (block.output or ""), f"{page.name}, line {block.line} prints something else"
+
+
+@pytest.mark.platform("torch")
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.python()])
+def test_page_runs_as_one_program(name: str) -> None:
+    check_run(PAGES[name], PAGES[name].python(), PAGES[name].ranks)
+
+
+@pytest.mark.platform("torch")
+@pytest.mark.parametrize("page, block", SEPARATE, ids=[f"{p.name}:{b.line}" for p, b in SEPARATE])
+def test_block_runs_by_itself(page: Page, block: Block) -> None:
+    check_run(page, [block], int(block.value))
+
+
+@pytest.mark.platform("torch")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("page, block", SCRIPTS, ids=[f"{p.name}:{b.value}" for p, b in SCRIPTS])
+def test_script_runs_alone_and_under_torchrun(page: Page, block: Block, ranks: int, tmp_path: Path) -> None:
+    if page.name != "README.md" and any(b.text == block.text for b in PAGES["README.md"].blocks):
+        pytest.skip("the same program stands in README.md")
+    write_files(page, tmp_path)
+    (tmp_path / block.value).write_text(block.text, encoding="utf-8")
+    command = [sys.executable, block.value]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command[1:1] = [*launcher, "--master-port", str(free_port())]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(page), capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    lines = set(done.stdout.splitlines())
+    assert block.output is None or lines == set(block.output.splitlines())
+
+
+def write_files(page: Page, folder: Path) -> None:
+    for block in page.blocks:
+        if block.directive == "file":
+            path = folder / block.value
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+
+
+def environment(page: Page) -> dict[str, str]:
+    """This process's, with what the page exports, and without a launcher's variables."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    for block in page.blocks:
+        if block.language == "bash":
+            for line in block.text.splitlines():
+                if line.startswith("export "):
+                    name, value = line.removeprefix("export ").split("=", 1)
+                    env[name] = value
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYPER_PARALLEL_PLATFORM": "torch"}
+    return env
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
