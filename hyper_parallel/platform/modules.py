@@ -181,6 +181,10 @@ class ModuleBackend(ABC):
         """
 
     @abstractmethod
+    def at_most_one(self, x: Tensor) -> Tensor:
+        """A scalar cut down to 1; NaN stays."""
+
+    @abstractmethod
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply in place."""
 

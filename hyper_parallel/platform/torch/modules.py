@@ -150,6 +150,9 @@ class TorchModuleBackend(ModuleBackend):
         stacked = torch.stack(norms)
         return stacked.amax() if order == float("inf") else stacked.pow(order).sum()
 
+    def at_most_one(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(max=1.0)
+
     def scale_gradients(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         with torch.no_grad():
             for grad in gradients:

@@ -46,12 +46,13 @@ class _SharedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        count = x.shape[:-1].numel()  # said, because a rank may have no output features
+        rows = grad.reshape(count, grad.shape[-1])
         grad_x, work = None, None
         if needs_x:
             grad_x = (rows @ weight).view(x.shape)
             work = dist.all_reduce(grad_x, group=ctx.group.handle, async_op=True)
-        grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        grad_weight = rows.t() @ x.reshape(count, x.shape[-1]) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias else None
         if work is not None:
             work.wait()
