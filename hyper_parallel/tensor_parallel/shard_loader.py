@@ -280,7 +280,7 @@ def _read(handle: Any, shape: tuple[int, ...], index: tuple[slice, ...]) -> Any:
 
 def _join(pieces: Sequence[Any], dim: int) -> Any:
     """One contiguous copy; a slice of a file would keep the whole file mapped."""
+    if isinstance(pieces[0], (np.ndarray, np.generic)):
+        return np.concatenate(pieces, dim) if pieces[0].ndim else np.array(pieces[0])
     platform = get_platform()
-    if platform.is_tensor(pieces[0]):
-        return platform.cat(pieces, dim) if len(pieces[0].shape) else platform.copy_leaf(pieces[0])
-    return np.concatenate(pieces, dim) if np.ndim(pieces[0]) else np.array(pieces[0])
+    return platform.cat(pieces, dim) if len(pieces[0].shape) else platform.copy_leaf(pieces[0])
