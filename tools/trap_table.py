@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.trap_cases import TRAPS, Outcome
+from tools.trap_cases import TRAPS, Outcome, Trap
 
-__all__ = ["LANGUAGES", "Verdict", "merge", "put_between_markers", "render"]
+__all__ = ["LANGUAGES", "Verdict", "cell", "merge", "put_between_markers", "render", "shown"]
 
 LANGUAGES = {"en": "README.md", "zh": "README.zh-CN.md"}
 """Where the table of each language goes."""
@@ -80,10 +80,25 @@ def render(verdicts: Sequence[Sequence[Sequence[Verdict]]], version: str, langua
     index = list(LANGUAGES).index(language)
     lines = [_HEADER[index].format(version=version), "|---|---|---|---|"]
     for number, (trap, row) in enumerate(zip(TRAPS, verdicts, strict=True), 1):
-        labels = [case.label[index] for case in trap.cases]
-        cells = [_cell(labels, library, index) for library in row]
+        cells = [cell(trap, library, language) for library in row]
         lines.append("| " + " | ".join([str(number), trap.title[index], *cells]) + " |")
     return "\n".join(lines)
+
+
+def cell(trap: Trap, verdicts: Sequence[Verdict], language: str) -> str:
+    """What a library does about a trap, in words; ``verdicts`` by program."""
+    index = list(LANGUAGES).index(language)
+    texts = [_words(verdict.outcome, verdict.parts, index) for verdict in verdicts]
+    if len(set(texts)) == 1:
+        return texts[0]
+    colon, semicolon = _PUNCTUATION[index]
+    labels = [case.label[index] for case in trap.cases]
+    return semicolon.join(f"{label}{colon}{text}" for label, text in zip(labels, texts, strict=True))
+
+
+def shown(text: str) -> str:
+    """The table between the markers of a page."""
+    return text.split(BEGIN)[1].split(END)[0].strip()
 
 
 def put_between_markers(text: str, table: str, name: str) -> str:
@@ -93,14 +108,6 @@ def put_between_markers(text: str, table: str, name: str) -> str:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
-
-
-def _cell(labels: Sequence[str], verdicts: Sequence[Verdict], index: int) -> str:
-    texts = [_words(verdict.outcome, verdict.parts, index) for verdict in verdicts]
-    if len(set(texts)) == 1:
-        return texts[0]
-    colon, semicolon = _PUNCTUATION[index]
-    return semicolon.join(f"{label}{colon}{text}" for label, text in zip(labels, texts, strict=True))
 
 
 def _words(outcome: Outcome, parts: Sequence[Outcome], index: int) -> str:

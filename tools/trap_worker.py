@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel  # noqa: TID251
 
 from tools.trap_cases import TRAPS, Api, Outcome, Phase
 
-__all__ = ["OURS", "OURS_NATIVE", "THEIRS", "run_rank"]
+__all__ = ["OURS", "OURS_NATIVE", "THEIRS", "run_program", "run_rank"]
 
 THEIRS, OURS, OURS_NATIVE = "torch", "hyper_parallel", "hyper_parallel on torch's DTensor"
 _GLOO_SECONDS = 120  # far longer than the parent waits, and an end for a process whose parent is gone
@@ -29,24 +29,29 @@ def run_rank(library: str, trap: int, case: int, rank: int, folder: str, pipe: C
     """
     os.environ["HYPER_PARALLEL_PLATFORM"] = "torch"
     torch.set_num_threads(1)
-    program = TRAPS[trap].cases[case]
+    ranks = TRAPS[trap].cases[case].ranks
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/store", program.ranks),
+        store=dist.FileStore(f"{folder}/store", ranks),
         rank=rank,
-        world_size=program.ranks,
+        world_size=ranks,
         timeout=datetime.timedelta(seconds=_GLOO_SECONDS),
     )
     pipe.send("ready")
-    try:
-        outcome = program.run(_api(library))
-    except Exception as error:
-        text = str(error).strip() or "no message"
-        outcome = Outcome("raised", type(error).__name__, text.splitlines()[0], Phase.current)
-    pipe.send(outcome)
+    pipe.send(run_program(library, trap, case))
     with contextlib.suppress(EOFError):
         pipe.recv()
     os._exit(0)  # no orderly end of a group that may be out of step
+
+
+def run_program(library: str, trap: int, case: int) -> Outcome:
+    """What the program of ``TRAPS[trap].cases[case]`` comes to on this rank of the default group."""
+    Phase.current = "forward"
+    try:
+        return TRAPS[trap].cases[case].run(_api(library))
+    except Exception as error:
+        text = str(error).strip() or "no message"
+        return Outcome("raised", type(error).__name__, text.splitlines()[0], Phase.current)
 
 
 def _api(library: str) -> Api:
