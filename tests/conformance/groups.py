@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-_SIZES = {"torch": (1, 2, 3, 4, 5, 8)}
+_SIZES = {"torch": (1, 2, 3, 4, 5, 8), "mindspore": (1, 2, 4)}
 """Ranks that a group of the platform may have. A platform is listed once it has a file in ``adapters``."""
 
 _USUAL_SIZES = (1, 2, 3, 4)
@@ -20,11 +20,28 @@ ENTRIES = {
         "native_module",
         "native_decomposed",
     ),
+    "mindspore": (
+        "function",
+        "mint_function",
+        "captured_function",
+        "captured_mint_function",
+        "module",
+        "mint_module",
+        "decomposed",
+        "decomposed_mint",
+        "decomposed_modules",
+    ),
 }
 """Ways a user writes the loss, by the names that the platform's adapter gives them."""
 
-FLOATS = {"torch": ("float32", "float64", "bfloat16", "float16")}
-TARGET_DTYPES = {"torch": ("int64", "int32", "int16", "int8", "uint8")}
+FLOATS = {
+    "torch": ("float32", "float64", "bfloat16", "float16"),
+    "mindspore": ("float32", "float64", "bfloat16", "float16"),
+}
+TARGET_DTYPES = {
+    "torch": ("int64", "int32", "int16", "int8", "uint8"),
+    "mindspore": ("int64", "int32", "int16", "int8", "uint8"),
+}
 
 
 def on_groups(*sizes: int) -> pytest.MarkDecorator:
@@ -51,6 +68,6 @@ def on_offers(offers: dict[str, tuple[str, ...]], name: str, *sizes: int) -> pyt
             for platform, possible in _SIZES.items()
             for size in wanted
             if size in possible
-            for offer in offers[platform]
+            for offer in offers.get(platform, ())
         ],
     )
