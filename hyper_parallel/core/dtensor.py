@@ -13,6 +13,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Placement, Replicate, Shard
 from hyper_parallel.core.redistribute import redistribute_local, reduce_gradient
 from hyper_parallel.core.shard._op_dispatch import OpDispatcher
+from hyper_parallel.core.state import current_state
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 
@@ -38,6 +39,10 @@ class DTensor(_base):  # type: ignore[misc]
     @classmethod
     def _dispatch(cls, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return dispatcher.dispatch(op_call, args, kwargs)
+
+    @classmethod
+    def _skips_dispatch(cls) -> bool:
+        return current_state().skip_dispatch
 
     @classmethod
     @_opaque

@@ -19,17 +19,21 @@ Replicate -> Partial  zeros but on one rank      identity
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.shard_spec import chunk_ranges
-from hyper_parallel.platform import get_platform
+from hyper_parallel.core.shard_spec import Range, chunk_ranges
+from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["redistribute_local", "reduce_gradient", "redistribution_steps"]
 
 Step = tuple[int, Placement, Placement]
+Mover = Callable[[Tensor], Tensor]
+Shape = tuple[int, ...]
 
 
 def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
@@ -43,13 +47,10 @@ def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     if source.mesh != target.mesh or source.shape != target.shape:
         raise ValueError(f"cannot redistribute {source!r} to {target!r}: mesh and shape must agree")
     platform = get_platform()
-    current = source
-    for mesh_dim, before, after in redistribution_steps(source.placements, target.placements):
-        if _is_extremum(before) or _is_extremum(after):
-            if platform.requires_grad(local):
-                raise ValueError(f"{before} -> {after} on {source.describe()} has no gradient; detach the tensor first")
-        local = _differentiable_step(local, current, mesh_dim, before, after)
-        current = current.replace(_with(current.placements, mesh_dim, after))
+    for move in _route(source, target):
+        if move.no_gradient and platform.requires_grad(local):
+            raise ValueError(f"{move.no_gradient} on {source.describe()} has no gradient; detach the tensor first")
+        local = platform.linear_map(local, move.forward, move.adjoint)
     return local
 
 
@@ -107,62 +108,94 @@ def _dual(p: Placement) -> Placement:
     return Replicate() if isinstance(p, Partial) else p
 
 
-def _differentiable_step(local: Tensor, current: Layout, mesh_dim: int, before: Placement, after: Placement) -> Tensor:
-    def forward(x: Tensor) -> Tensor:
-        return _step(x, current, mesh_dim, before, after)
+@dataclass(frozen=True)
+class _Move:
+    """One step, ready to run."""
 
-    def adjoint(grad: Tensor) -> Tensor:
+    forward: Mover
+    adjoint: Mover
+    no_gradient: str
+
+
+@lru_cache(maxsize=4096)
+def _route(source: Layout, target: Layout) -> tuple[_Move, ...]:
+    moves = []
+    current = source
+    for mesh_dim, before, after in redistribution_steps(source.placements, target.placements):
         grad_layout = current.replace([_dual(p) for p in current.placements])
-        return _step(grad, grad_layout, mesh_dim, _dual(after), _dual(before))
+        moves.append(
+            _Move(
+                _mover(current, mesh_dim, before, after),
+                _mover(grad_layout, mesh_dim, _dual(after), _dual(before)),
+                f"{before} -> {after}" if _is_extremum(before) or _is_extremum(after) else "",
+            )
+        )
+        current = current.replace(_with(current.placements, mesh_dim, after))
+    return tuple(moves)
 
-    return get_platform().linear_map(local, forward, adjoint)
 
-
-def _step(x: Tensor, current: Layout, mesh_dim: int, before: Placement, after: Placement) -> Tensor:
-    if before == after:
-        return x
+def _mover(current: Layout, mesh_dim: int, before: Placement, after: Placement) -> Mover:
+    """The step of one mesh dim as a function of the local tensor; all sizes are settled here."""
     platform, group = get_platform(), current.mesh.get_group(mesh_dim)
     # size of a tensor dim as this mesh dim's group sees it: cut by the other mesh dims only
     without = current.replace(_with(current.placements, mesh_dim, Replicate())).local_shape
 
-    def ranges(dim: int) -> tuple[tuple[int, int], ...]:
-        return chunk_ranges(without[dim], group.size)
+    def ranges(p: Shard) -> tuple[Range, ...]:
+        return chunk_ranges(without[p.dim], group.size)
 
-    def sizes(dim: int) -> tuple[int, ...]:
-        return tuple(hi - lo for lo, hi in ranges(dim))
+    def sizes(p: Shard) -> list[int]:
+        return [hi - lo for lo, hi in ranges(p)]
 
-    if isinstance(before, Shard):
-        if isinstance(after, Replicate):
-            return platform.all_gather_uneven(x, before.dim, sizes(before.dim), group)
-        if isinstance(after, Shard):
-            chunks = [platform.narrow(x, after.dim, lo, hi - lo) for lo, hi in ranges(after.dim)]
-            own = sizes(after.dim)[group.rank]
-            shapes = [
-                tuple(s if d == before.dim else own if d == after.dim else w for d, w in enumerate(without))
-                for s in sizes(before.dim)
-            ]
-            return platform.cat(platform.all_to_all_uneven(chunks, shapes, group), before.dim)
-        if _is_extremum(after):
-            raise ValueError(f"cannot turn {before} into {after}; redistribute to Replicate first")
-        return _pad(x, before.dim, without, ranges(before.dim)[group.rank])
+    if before == after:
+        return lambda x: x
+    if isinstance(before, Shard) and isinstance(after, Replicate):
+        dim, parts = before.dim, sizes(before)
+        return lambda x: platform.all_gather_uneven(x, dim, parts, group)
+    if isinstance(before, Shard) and isinstance(after, Shard):
+        return _exchange(group, before.dim, sizes(before), after.dim, ranges(after), without)
+    if isinstance(before, Shard) and not _is_extremum(after):
+        dim, own = before.dim, ranges(before)[group.rank]
+        return lambda x: _pad(x, dim, without, own)
+    if isinstance(before, Replicate) and isinstance(after, Shard):
+        return _slice(after.dim, ranges(after)[group.rank])
     if isinstance(before, Replicate):
-        if isinstance(after, Shard):
-            lo, hi = ranges(after.dim)[group.rank]
-            return platform.narrow(x, after.dim, lo, hi - lo)
         if group.rank == 0 or _is_extremum(after):
-            return x
-        return platform.zeros(platform.shape(x), x)
-    if isinstance(before, Partial):
-        if isinstance(after, Replicate):
-            return platform.all_reduce(x, before.reduce_op, group)
-        if isinstance(after, Shard):
-            if before.reduce_op == "sum":
-                return platform.reduce_scatter_uneven(x, after.dim, sizes(after.dim), group)
-            lo, hi = ranges(after.dim)[group.rank]
-            return platform.narrow(platform.all_reduce(x, before.reduce_op, group), after.dim, lo, hi - lo)
-        reduced = _step(x, current, mesh_dim, before, Replicate())
-        return _step(reduced, current, mesh_dim, Replicate(), after)
-    raise ValueError(f"cannot turn {before} into {after}")
+            return lambda x: x
+        return lambda x: platform.zeros(platform.shape(x), x)
+    if isinstance(before, Partial) and isinstance(after, Replicate):
+        op = before.reduce_op
+        return lambda x: platform.all_reduce(x, op, group)
+    if before == Partial() and isinstance(after, Shard):
+        dim, parts = after.dim, sizes(after)
+        return lambda x: platform.reduce_scatter_uneven(x, dim, parts, group)
+    if isinstance(before, Partial):  # there is no reduce-scatter of extrema; one Partial to another
+        reduce = _mover(current, mesh_dim, before, Replicate())
+        rest = _mover(current, mesh_dim, Replicate(), after)
+        return lambda x: rest(reduce(x))
+    raise ValueError(f"cannot turn {before} into {after}; redistribute to Replicate first")
+
+
+def _slice(dim: int, own: Range) -> Mover:
+    platform, (lo, hi) = get_platform(), own
+    return lambda x: platform.narrow(x, dim, lo, hi - lo)
+
+
+def _exchange(
+    group: Group, old_dim: int, old_sizes: list[int], new_dim: int, new_ranges: tuple[Range, ...], without: Shape
+) -> Mover:
+    """All-to-all: every member sends its piece of the new dim, and receives pieces of the old one."""
+    platform = get_platform()
+    own = new_ranges[group.rank][1] - new_ranges[group.rank][0]
+    shapes = [
+        tuple(size if d == old_dim else own if d == new_dim else w for d, w in enumerate(without))
+        for size in old_sizes
+    ]
+
+    def move(x: Tensor) -> Tensor:
+        chunks = [platform.narrow(x, new_dim, lo, hi - lo) for lo, hi in new_ranges]
+        return platform.cat(platform.all_to_all_uneven(chunks, shapes, group), old_dim)
+
+    return move
 
 
 def _pad(x: Tensor, dim: int, shape: tuple[int, ...], own: tuple[int, int]) -> Tensor:

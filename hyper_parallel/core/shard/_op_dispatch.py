@@ -83,7 +83,7 @@ class OpDispatcher:
         if state.skip_dispatch or name in self._platform.local_op_names:
             return self._platform.call_local(op_call, args, kwargs)
         if name in METADATA_OPS:
-            return METADATA_OPS[name](args[0]._layout, *args[1:], **kwargs)
+            return METADATA_OPS[name](*args, **kwargs)
         if name in VALUE_OPS:
             return host_value(op_call, args, kwargs)
         if name in self.loss_op_names:
@@ -110,12 +110,7 @@ class OpDispatcher:
     ) -> Any:
         tensors: list[Any] = []
         with self._platform.local_mode():  # for the dtypes
-            key: Any = (
-                name,
-                tuple([self._key(a, tensors) for a in args]),
-                tuple([(k, self._key(v, tensors)) for k, v in kwargs.items()]) if kwargs else (),
-                loss_state,
-            )
+            key: Any = (name, self._key(args, tensors), self._key_of_kwargs(kwargs, tensors) if kwargs else (), loss_state)
         try:
             recipe = self.cache.get(key)
         except TypeError:  # an argument without a hash: infer anew each time
@@ -128,24 +123,32 @@ class OpDispatcher:
             self.cache.put(key, recipe)
         return result
 
-    def _key(self, x: Any, tensors: list[Any]) -> Any:
-        kind = type(x)
-        if kind is self.dtensor_class:
-            tensors.append(x)
-            return (x._layout, x.dtype)
-        if kind is int or kind is str or x is None:
-            return x
-        if kind is tuple or kind is list:
-            return (kind, *[self._key(i, tensors) for i in x])
-        if kind is slice:
-            return (slice, self._key(x.start, tensors), self._key(x.stop, tensors), self._key(x.step, tensors))
-        if isinstance(x, self.dtensor_class):
-            tensors.append(x)
-            return (x._layout, x.dtype)  # type: ignore[attr-defined]
-        if self._platform.is_tensor(x):
-            tensors.append(x)
-            return ("plain", self._platform.shape(x), x.dtype)
-        return (kind, x)
+    def _key(self, items: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
+        """What a plan may depend on, of each item: everything but the values of tensors; collects the tensors."""
+        cls, key = self.dtensor_class, []
+        for x in items:
+            kind = type(x)
+            if kind is cls:
+                tensors.append(x)
+                key += (x._layout, x.dtype)
+            elif kind is int or kind is str or x is None:
+                key.append(x)
+            elif kind is tuple or kind is list:
+                key += (kind, self._key(x, tensors))
+            elif kind is slice:
+                key += (kind, self._key((x.start, x.stop, x.step), tensors))
+            elif isinstance(x, cls):
+                tensors.append(x)
+                key += (x._layout, x.dtype)  # type: ignore[attr-defined]
+            elif self._platform.is_tensor(x):
+                tensors.append(x)
+                key += ("plain", self._platform.shape(x), x.dtype)
+            else:
+                key += (kind, x)
+        return tuple(key)
+
+    def _key_of_kwargs(self, kwargs: Mapping[str, Any], tensors: list[Any]) -> tuple[Any, ...]:
+        return (*kwargs, self._key(tuple(kwargs.values()), tensors))
 
     def _infer(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Any]

@@ -49,7 +49,7 @@ class _Action:
 class Recipe:
     """Run the operator on local tensors: fill in changed inputs, call, dress the result."""
 
-    __slots__ = ("_actions", "_args", "_inplace", "_kwargs", "_name", "_run", "_wrap")
+    __slots__ = ("_actions", "_args", "_inplace", "_kwargs", "_name", "_platform", "_run", "_wrap")
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class Recipe:
     ) -> None:
         self._name = name
         self._wrap = wrap
-        self._actions = tuple(actions) if any(a is not None for a in actions) else ()
+        self._actions = tuple((i, a) for i, a in enumerate(actions) if a is not None)
         self._args, self._kwargs = template if template is not None else (None, None)
         self._run = run
         self._inplace = is_inplace(name)
+        self._platform = get_platform()
 
     def run(
         self,
@@ -76,24 +77,19 @@ class Recipe:
         check: bool = False,
     ) -> Any:
         """Run one call whose tensors, in order of appearance, are ``tensors``."""
-        platform = get_platform()
         first = args[0] if args else next(iter(kwargs.values()), None)
-        if self._actions or self._args is not None:
+        if self._args is not None and self._kwargs is not None:
             filled = list(tensors)
-            for i, action in enumerate(self._actions):
-                if action is not None:
-                    filled[i] = action.apply(filled[i])
-            template_args = self._args if self._args is not None else args
-            args = [_fill(a, filled) for a in template_args]
-            kwargs = {k: _fill(v, filled) for k, v in (self._kwargs or {}).items()}
+            for i, action in self._actions:
+                filled[i] = action.apply(filled[i])
+            args = [_fill(a, filled) for a in self._args]
+            kwargs = {k: _fill(v, filled) for k, v in self._kwargs.items()}
         if self._run is not None:
             local_args = [_localize(a) for a in args]
             result = self._run(op_call, *local_args, **{k: _localize(v) for k, v in kwargs.items()})
         else:
-            result = platform.call_local(op_call, args, kwargs)
-        if self._inplace:
-            return first
-        return self._wrap(result, tensors, check)
+            result = self._platform.call_local(op_call, args, kwargs)
+        return first if self._inplace else self._wrap(result, tensors, check)
 
 
 def is_inplace(name: str) -> bool:
@@ -121,14 +117,23 @@ def _fill(template: Any, tensors: Sequence[Any]) -> Any:
 def wrap_replicated(cls: type, mesh: DeviceMesh) -> Callable[[Any, Sequence[Any], bool], Any]:
     """Every tensor of the result is replicated: for operators whose inputs all are."""
     placements = [Replicate()] * mesh.ndim
+    platform = get_platform()
+    known: dict[tuple[int, ...], Layout] = {}
+
+    def layout_of(shape: tuple[int, ...]) -> Layout:
+        layout = known.get(shape)
+        if layout is None:
+            if len(known) >= 64:  # shapes that depend on values; those of one call hardly ever change
+                known.clear()
+            layout = known[shape] = Layout(mesh, placements, shape)
+        return layout
 
     def wrap(result: Any, tensors: Sequence[Any], check: bool) -> Any:
-        platform = get_platform()
         if platform.is_tensor(result):
             if isinstance(result, cls):
                 return result
-            layout = Layout(mesh, placements, platform.shape(result))
-            return platform.as_dtensor(cls, result, layout, fresh=not any(result is t for t in tensors))
+            layout = layout_of(platform.shape(result))
+            return platform.as_dtensor(cls, result, layout, fresh=_is_new(result, tensors))
         if isinstance(result, (tuple, list)):
             return _rebuild(type(result), [wrap(r, tensors, check) for r in result])
         return result
@@ -139,8 +144,9 @@ def wrap_replicated(cls: type, mesh: DeviceMesh) -> Callable[[Any, Sequence[Any]
 def _wrap_as(
     cls: type, name: str, outputs: Layout | Sequence[Layout] | None
 ) -> Callable[[Any, Sequence[Any], bool], Any]:
+    platform = get_platform()
+
     def dress(local: Any, layout: Layout, tensors: Sequence[Any], check: bool) -> Any:
-        platform = get_platform()
         if check and platform.shape(local) != layout.local_shape:
             raise UnsupportedOperatorError(
                 f"{name}: the local result has shape {platform.shape(local)}, but the rule infers {layout.describe()} "
@@ -150,19 +156,27 @@ def _wrap_as(
             if local._layout == layout:  # type: ignore[attr-defined]
                 return local
             local = platform.as_local(local)
-        return platform.as_dtensor(cls, local, layout, fresh=not any(local is t for t in tensors))
+        return platform.as_dtensor(cls, local, layout, fresh=_is_new(local, tensors))
 
-    def one(result: Any, tensors: Sequence[Any], check: bool) -> Any:
-        return dress(result, outputs, tensors, check)  # type: ignore[arg-type]
+    if outputs is None:
+        return lambda result, tensors, check: result
+    if isinstance(outputs, Layout):
+        single = outputs
+        return lambda result, tensors, check: dress(result, single, tensors, check)
+    layouts = outputs
 
     def several(result: Any, tensors: Sequence[Any], check: bool) -> Any:
-        pieces = [dress(r, o, tensors, check) for r, o in zip(result, outputs, strict=True)]  # type: ignore[arg-type]
-        return _rebuild(type(result), pieces)
+        return _rebuild(type(result), [dress(r, o, tensors, check) for r, o in zip(result, layouts, strict=True)])
 
-    def raw(result: Any, tensors: Sequence[Any], check: bool) -> Any:
-        return result
+    return several
 
-    return raw if outputs is None else one if isinstance(outputs, Layout) else several
+
+def _is_new(result: Any, tensors: Sequence[Any]) -> bool:
+    """Whether nobody else holds the result: it is not one of the inputs."""
+    for t in tensors:
+        if t is result:
+            return False
+    return True
 
 
 def _rebuild(kind: type, items: list[Any]) -> Any:

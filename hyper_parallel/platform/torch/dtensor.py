@@ -60,12 +60,30 @@ class TensorBase(torch.Tensor):
         tensors, which it would take for local ones; the code around them is compiled, they run as they are."""
         raise NotImplementedError(f"{func} on {cls.__name__} below the dispatcher")
 
+    @classmethod
+    def _skips_dispatch(cls) -> bool:
+        """Whether operators see local tensors right now."""
+        return False
+
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        if torch._C._is_torch_function_enabled():
+        if torch._C._is_torch_function_enabled() and not self._skips_dispatch():
             return torch.Size(self._layout.shape)
-        size: torch.Size = torch.Tensor.shape.__get__(self)  # type: ignore[attr-defined]
-        return size  # inside an operator written in Python, which works on the local tensor
+        with local_mode():  # also inside an operator written in Python, which works on the local tensor
+            size: torch.Size = torch.Tensor.shape.__get__(self)  # type: ignore[attr-defined]
+        return size
+
+    # Asked often, and the way through __torch_function__ costs ten times as much.
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        with local_mode():
+            return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        with local_mode():
+            return torch.Tensor.device.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     def backward(
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
@@ -74,8 +92,8 @@ class TensorBase(torch.Tensor):
 
         Not run in local mode: activation checkpointing repeats the forward pass inside, and dispatches in it.
         """
-        gradient = None if gradient is None else as_local(gradient)
-        torch.autograd.backward(as_local(self), gradient, retain_graph, create_graph, inputs=inputs)
+        seed = None if gradient is None else _gradient_of(gradient, self._layout)
+        torch.autograd.backward(as_local(self), seed, retain_graph, create_graph, inputs=inputs)
 
     @property
     def grad(self) -> Any:
@@ -88,11 +106,21 @@ class TensorBase(torch.Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         with local_mode():
-            torch.Tensor.grad.__set__(self, None if value is None else as_local(value))
+            torch.Tensor.grad.__set__(self, None if value is None else _gradient_of(value, self._layout))
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _gradient_of(value: Any, layout: Any) -> Any:
+    """The local part of a gradient for a tensor with ``layout``."""
+    if isinstance(value, TensorBase) and value._layout != layout.gradient_layout:
+        raise ValueError(
+            f"a gradient of {layout.describe()} lies as {layout.gradient_layout.describe_placements()}; "
+            f"found {value._layout.describe()}"
+        )
+    return as_local(value)
 
 
 def _autograd_grad(
@@ -104,7 +132,12 @@ def _autograd_grad(
     )
     with local_mode():  # edges stand for tensors, which would lead here again
         edges = [torch.autograd.graph.get_gradient_edge(x) if isinstance(x, TensorBase) else x for x in inputs]
-    seeds = None if grad_outputs == (None,) else [as_local(g) for g in grad_outputs]
+    seeds = None
+    if grad_outputs != (None,):
+        seeds = [
+            _gradient_of(g, y._layout) if isinstance(y, TensorBase) else as_local(g)
+            for g, y in zip(grad_outputs, outputs, strict=True)
+        ]
     grads = torch.autograd.grad([as_local(y) for y in outputs], edges, seeds, *args, **kwargs)
     return tuple(
         as_dtensor(cls, g, x._layout.gradient_layout) if g is not None and isinstance(x, TensorBase) else g
