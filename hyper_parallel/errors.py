@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "HyperParallelError",
     "LossParallelLayoutError",
     "LossParallelUnsupportedError",
@@ -42,4 +43,11 @@ class ParallelPlanError(HyperParallelError, ValueError):
     """A plan, style or shard loader does not fit the model or the number of ranks.
 
     Raised on every rank, before any parameter is changed. The message names what was found and what was expected.
+    """
+
+
+class CheckpointError(HyperParallelError, ValueError):
+    """A checkpoint cannot be read or written: files that are missing, damaged or lie, keys that do not fit the model.
+
+    Raised with the same message on every rank, before anybody waits in a collective for somebody who has given up.
     """
