@@ -59,9 +59,7 @@ def read_options_file(path: Path) -> TrainOptions:
     for name, value in _flatten(content):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
-            hint = (
-                f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
-            )
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
             raise UsageError(f"{path}: unknown option {name!r}; {hint}")
         arguments += _as_arguments(name, value)
     return tyro.cli(TrainOptions, args=arguments, prog=str(path), add_help=False)

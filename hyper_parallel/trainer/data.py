@@ -77,9 +77,7 @@ class PackedText:
             ValueError: the batch cannot be dealt out evenly.
         """
         if self.batch_size % dp_size:
-            raise ValueError(
-                f"a batch of {self.batch_size} cannot be dealt out to {dp_size} data-parallel ranks"
-            )
+            raise ValueError(f"a batch of {self.batch_size} cannot be dealt out to {dp_size} data-parallel ranks")
         rows = self.batch_size // dp_size
         per_epoch = self.windows // self.batch_size
         epoch, index = divmod(step, per_epoch)

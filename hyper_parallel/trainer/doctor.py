@@ -18,6 +18,7 @@ import tyro
 import hyper_parallel
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, Platform, get_platform
+from hyper_parallel.platform.training import load_training_tools
 from hyper_parallel.trainer.launch_environment import is_worker
 from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.worker import run_guarded
@@ -90,6 +91,7 @@ def _examine(options: DoctorOptions) -> int:
             raise RuntimeError(f"{name} gave {found.tolist()}; expected {expected.tolist()}")
         if group.rank == 0:
             print(f"  {name:<24}right", flush=True)
+    load_training_tools().close()
     return 0
 
 
@@ -100,9 +102,7 @@ def _own(rank: int, size: int) -> np.ndarray:
 
 def _all_reduce(platform: Platform, group: Group) -> tuple[np.ndarray, np.ndarray]:
     found = platform.all_reduce(platform.from_numpy(_own(group.rank, 3)), "sum", group)
-    return platform.to_numpy(found), sum(
-        (_own(r, 3) for r in range(group.size)), np.zeros((3, 1), np.float32)
-    )
+    return platform.to_numpy(found), sum((_own(r, 3) for r in range(group.size)), np.zeros((3, 1), np.float32))
 
 
 def _all_reduce_max(platform: Platform, group: Group) -> tuple[np.ndarray, np.ndarray]:
@@ -112,9 +112,7 @@ def _all_reduce_max(platform: Platform, group: Group) -> tuple[np.ndarray, np.nd
 
 def _all_gather_uneven(platform: Platform, group: Group) -> tuple[np.ndarray, np.ndarray]:
     sizes = _uneven(group)
-    found = platform.all_gather_uneven(
-        platform.from_numpy(_own(group.rank, sizes[group.rank])), 0, sizes, group
-    )
+    found = platform.all_gather_uneven(platform.from_numpy(_own(group.rank, sizes[group.rank])), 0, sizes, group)
     return platform.to_numpy(found), np.concatenate([_own(r, n) for r, n in enumerate(sizes)])
 
 

@@ -22,7 +22,8 @@ __all__ = ["run_worker"]
 def run_worker(options: TrainOptions) -> RunSummary:
     """Train as one rank of the job that the environment describes; collective over all of its processes.
 
-    Rank 0 writes ``metrics.jsonl`` (a line per step) and ``summary.json`` into ``options.output``.
+    Rank 0 writes ``metrics.jsonl`` (a line per step) and ``summary.json`` into ``options.output``. The process group
+    stays open.
 
     Raises:
         ValueError: options, text and number of processes do not fit together, or ranks disagree on them.
@@ -38,6 +39,8 @@ def run_worker(options: TrainOptions) -> RunSummary:
     stop = StopRequest()
     with stop.listening():
         trainer = Trainer(options, mesh, text)
+        if platform.rank() == 0:
+            print(trainer.describe(), flush=True)
         log = MetricsLog(
             options.output / METRICS_FILE,
             options.steps,
@@ -66,7 +69,6 @@ def run_worker(options: TrainOptions) -> RunSummary:
     )
     if platform.rank() == 0:
         summary.write(options.output)
-    trainer.tools.close()
     return summary
 
 
@@ -81,6 +83,4 @@ def _check_agreement(mesh: DeviceMesh, options: TrainOptions, text: PackedText) 
     for column, what in enumerate(("options", "text")):
         values = table[:, column].tolist()
         if len(set(values)) > 1:
-            raise ValueError(
-                f"ranks differ in their {what}: checksums {values}; all must start with the same"
-            )
+            raise ValueError(f"ranks differ in their {what}: checksums {values}; all must start with the same")

@@ -87,9 +87,7 @@ def run_job(command: Sequence[str], *, nproc: int, backend: str, log_folder: Pat
             os.close(kept)
 
 
-def _start(
-    command: Sequence[str], plan: ProcessPlan, notes: Path, log_folder: Path, lifeline: int
-) -> _Worker:
+def _start(command: Sequence[str], plan: ProcessPlan, notes: Path, log_folder: Path, lifeline: int) -> _Worker:
     note = notes / f"rank{plan.rank}.json"
     environment: Mapping[str, str] = {
         **without_launcher(dict(os.environ)),

@@ -42,6 +42,8 @@ class StepRecord:
 class MetricsLog:
     """A progress bar, a line per interval and, in a file, a JSON line per step; rank 0 writes them.
 
+    The line shows the mean loss of its interval, and the norm and rate of the last step.
+
     Every rank records every step: closing an interval is collective (the largest peak memory is found).
 
     Args:
@@ -122,14 +124,15 @@ class MetricsLog:
             self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         last = rows[-1]
+        mean = sum(row["loss"] for row in rows) / len(rows)
         line = (
-            f"step {last['step']:>5}  loss {last['loss']:.4f}  grad norm {last['grad_norm']:.3f}  "
+            f"step {last['step']:>5}  loss {mean:.4f}  grad norm {last['grad_norm']:.3f}  "
             f"lr {last['lr']:.2e}  {last['tokens_per_second']:,.0f} tokens/s  "
             f"peak memory {last['peak_memory_bytes'] / 2**20:,.0f} MiB a rank"
         )
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
-        self._bar.set_postfix(loss=f"{last['loss']:.3f}", refresh=False)
+        self._bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
 
     def _largest(self, value: int) -> int:
         """The largest of all ranks' values."""

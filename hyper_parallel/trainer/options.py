@@ -19,7 +19,7 @@ class TrainingOptions:
     batch_size: int = 8
     """Windows of text per step, over all data-parallel ranks and accumulated parts."""
 
-    sequence_length: int = 256
+    sequence_length: int = 128
     """Tokens of a window."""
 
     gradient_accumulation: int = 1
@@ -28,7 +28,7 @@ class TrainingOptions:
     max_grad_norm: float | None = 1.0
     """Gradients with a larger norm (over all parameters and ranks) are scaled down to it; None: never."""
 
-    log_interval: int = 10
+    log_interval: int = 20
     """Steps between two lines of the report."""
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class TrainingOptions:
 class OptimizerOptions:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
 
-    lr: float = 3e-3
+    lr: float = 1e-3
     """Highest learning rate."""
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -54,7 +54,7 @@ class OptimizerOptions:
     weight_decay: float = 0.1
     """Decay of matrices; vectors have none."""
 
-    warmup_steps: int = 10
+    warmup_steps: int = 20
     """Steps until ``lr`` is reached."""
 
     final_lr_ratio: float = 0.1
@@ -81,7 +81,7 @@ class TrainOptions:
     output: Path = Path("outputs/llama_bytes")
     """Where metrics and logs are written; those of an earlier run are replaced."""
 
-    steps: int = 120
+    steps: int = 400
     """Optimizer steps."""
 
     nproc: int = 2
@@ -103,9 +103,7 @@ class TrainOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
-    parallelism: ParallelismConfig = field(
-        default_factory=lambda: ParallelismConfig(tensor_parallel_degree=2)
-    )
+    parallelism: ParallelismConfig = field(default_factory=lambda: ParallelismConfig(tensor_parallel_degree=2))
 
     def __post_init__(self) -> None:
         _at_least("steps", self.steps, 1)

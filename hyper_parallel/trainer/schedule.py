@@ -7,9 +7,7 @@ import math
 __all__ = ["warmup_cosine"]
 
 
-def warmup_cosine(
-    step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float
-) -> float:
+def warmup_cosine(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
     """Learning rate of ``step`` (the first is 0): linear, then half a cosine.
 
     From ``peak / warmup_steps`` up to ``peak``, and down to ``final_ratio * peak`` at the last step.

@@ -66,9 +66,12 @@ def _check(options: TrainOptions) -> None:
 
 def _work(options: TrainOptions, arguments: Sequence[str]) -> int:
     """What a rank does."""
-    from hyper_parallel.trainer.job import run_worker  # loads the framework
+    # They load the framework, which the process that starts the ranks does not need.
+    from hyper_parallel.platform.training import load_training_tools
+    from hyper_parallel.trainer.job import run_worker
 
     summary = run_worker(options)
+    load_training_tools().close()
     if summary.interrupted:
         return _INTERRUPTED
     if ERROR_FILE not in os.environ and os.environ["RANK"] == "0":  # nobody else could sum up

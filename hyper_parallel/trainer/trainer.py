@@ -73,6 +73,16 @@ class Trainer:
         )
         self.train_context = get_train_context(config.loss_parallel_enabled, config)
 
+    def describe(self) -> str:
+        """One line on what is trained, and how it is shared."""
+        state = "on" if self.options.parallelism.loss_parallel_enabled else "off"
+        rows = self.tools.parameter_shapes(self.model).get("lm_head.weight", (self.options.model.vocab_size,))[0]
+        return (
+            f"{self.parameters:,} parameters, {len(self.text.tokens):,} tokens of text, {self.mesh.describe()}, "
+            f"loss parallel {state}: rank {self.platform.rank()} holds {rows} of "
+            f"{self.options.model.vocab_size} classes"
+        )
+
     def _check(self) -> None:
         rows = self.options.training.batch_size
         parts = self.options.parallelism.data_parallel_degree * self.options.training.gradient_accumulation
@@ -84,9 +94,7 @@ class Trainer:
             )
         highest = int(self.text.tokens.max())
         if highest >= self.options.model.vocab_size:
-            raise ValueError(
-                f"the text has token id {highest}, but vocab_size is {self.options.model.vocab_size}"
-            )
+            raise ValueError(f"the text has token id {highest}, but vocab_size is {self.options.model.vocab_size}")
 
     def _initial_values(self, name: str, spec: Any) -> np.ndarray:
         is_norm = len(spec.shape) == 1
@@ -121,9 +129,7 @@ class Trainer:
         rows = len(batch.tokens) // self.options.training.gradient_accumulation
         total = None
         for first in range(0, len(batch.tokens), rows):
-            tokens, labels = (
-                self.tools.to_device(a[first : first + rows], self.options.device) for a in batch
-            )
+            tokens, labels = (self.tools.to_device(a[first : first + rows], self.options.device) for a in batch)
             with self.train_context():
                 part = self.learner.accumulate(lambda t, y: self._loss(t, y, valid), tokens, labels)
             total = part if total is None else total + part

@@ -14,9 +14,7 @@ from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Nor
 NORMAL = Normal(0.02)
 
 
-def whole(
-    shape: tuple[int, ...], name: str = "w", initializer: Initializer = NORMAL, seed: int = 0
-) -> np.ndarray:
+def whole(shape: tuple[int, ...], name: str = "w", initializer: Initializer = NORMAL, seed: int = 0) -> np.ndarray:
     return draw_shard(name, ShardSpec.replicated(shape, 1), 0, initializer, seed)
 
 
@@ -26,9 +24,7 @@ def whole(
     ranks=st.integers(1, 9),
     initializer=st.sampled_from([NORMAL, Uniform(0.5), Constant(1.5)]),
 )
-def test_shards_are_pieces_of_one_tensor(
-    shape: list[int], dim: int, ranks: int, initializer: Initializer
-) -> None:
+def test_shards_are_pieces_of_one_tensor(shape: list[int], dim: int, ranks: int, initializer: Initializer) -> None:
     dim %= len(shape)
     spec = ShardSpec.chunk(tuple(shape), dim, ranks)
     shards = [draw_shard("w", spec, rank, initializer, 5) for rank in range(ranks)]

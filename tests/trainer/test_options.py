@@ -36,9 +36,7 @@ def test_the_file_goes_before_the_defaults_and_the_command_line_before_the_file(
 
 
 def test_hyphens_and_underscores_are_alike() -> None:
-    assert parse_train_options(["--training.batch-size", "3"]) == parse_train_options(
-        ["--training.batch_size=3"]
-    )
+    assert parse_train_options(["--training.batch-size", "3"]) == parse_train_options(["--training.batch_size=3"])
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ class LlamaConfig:
     vocab_size: int = 259
     """Token ids; the byte tokenizer needs 259: 256 bytes and three specials."""
 
-    hidden_size: int = 192
+    hidden_size: int = 128
     """Width of the residual stream."""
 
-    intermediate_size: int = 512
+    intermediate_size: int = 352
     """Width inside the feed-forward layers."""
 
-    num_hidden_layers: int = 3
+    num_hidden_layers: int = 2
     """Transformer layers."""
 
-    num_attention_heads: int = 6
+    num_attention_heads: int = 4
     """Query heads."""
 
     num_key_value_heads: int = 2
