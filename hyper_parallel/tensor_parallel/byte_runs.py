@@ -15,7 +15,7 @@ import numpy as np
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.tensor_parallel.cuts import range_replicas
 
-__all__ = ["ByteRuns", "box_runs", "owned_runs", "spec_runs"]
+__all__ = ["ByteRuns", "box_runs", "owned_runs", "spec_runs", "uncovered_elements"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,18 @@ def box_runs(shape: Sequence[int], bounds: Sequence[tuple[int, int]], item_bytes
         if dim >= last:
             run *= stop - start
     return _merged(offsets * item_bytes, np.full(offsets.shape, run, np.int64))
+
+
+def uncovered_elements(spec: ShardSpec) -> int:
+    """How many elements of the whole are in no rank's part."""
+    if spec.dim is None:
+        return 0
+    seen = np.zeros(spec.shape[spec.dim], bool)
+    for ranges in spec.ranges:
+        for start, stop in ranges:
+            seen[start:stop] = True
+    others = math.prod(size for dim, size in enumerate(spec.shape) if dim != spec.dim)
+    return int((~seen).sum()) * others
 
 
 def _row_runs(spec: ShardSpec, rank: int, item_bytes: int) -> tuple[np.ndarray, np.ndarray]:

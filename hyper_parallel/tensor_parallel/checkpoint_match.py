@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import numpy as np
-
-from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.platform.modules import Module
+from hyper_parallel.tensor_parallel.byte_runs import uncovered_elements
 from hyper_parallel.tensor_parallel.checkpoint_files import Checkpoint, StoredTensor
 from hyper_parallel.tensor_parallel.checkpoint_report import CheckpointReport
 from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, local_buffer_names
@@ -98,7 +96,7 @@ def match_checkpoint(
         ),
         mis_typed=tuple((t.name, s.entry.dtype, t.dtype) for t, s in pairs if not _castable(s.entry.dtype, t.dtype)),
         conflicting=tuple(conflicting),
-        uncovered=tuple((t.name, count) for t, _ in pairs if (count := _uncovered(t.spec))),
+        uncovered=tuple((t.name, count) for t, _ in pairs if (count := uncovered_elements(t.spec))),
         unset=tuple(unset),
         stale=checkpoint.stale,
         duplicated=tuple(duplicated),
@@ -147,15 +145,3 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 def _castable(found: str, wanted: str) -> bool:
     return found == wanted or (found in _FLOATS and wanted in _FLOATS)
-
-
-def _uncovered(spec: ShardSpec) -> int:
-    """Elements that are in no rank's part."""
-    if spec.dim is None:
-        return 0
-    seen = np.zeros(spec.shape[spec.dim], bool)
-    for ranges in spec.ranges:
-        for start, stop in ranges:
-            seen[start:stop] = True
-    others = int(np.prod([size for d, size in enumerate(spec.shape) if d != spec.dim], dtype=np.int64))
-    return int((~seen).sum()) * others

@@ -38,8 +38,8 @@ class Recording:
 
 def record_initialization(model: nn.Module) -> Recording:
     """Run the model's own initialisation of what has no memory yet; the model is as before afterwards."""
-    wanted = [m for m in reversed(list(model.modules())) if _has_meta(m)]  # children before parents
     owners = _initializing_parents(model)
+    wanted = [m for m in reversed(list(model.modules())) if _concerned(m, owners)]  # children before parents
     with _whole_and_without_memory(model) as originals, torch.no_grad(), torch.device("cpu"):
         recorder = _Recorder(originals)
         for module in wanted:
@@ -124,9 +124,10 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _has_meta(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(t is not None and t.is_meta for t in own)
+def _concerned(module: nn.Module, owners: dict[int, nn.Module]) -> bool:
+    """Whether its initialisation changes something without memory; transformers' reaches into children."""
+    inside = module.modules() if id(module) in owners else [module]
+    return any(t is not None and t.is_meta for m in inside for t in (*m._parameters.values(), *m._buffers.values()))
 
 
 def _initializing_parents(model: nn.Module) -> dict[int, nn.Module]:
