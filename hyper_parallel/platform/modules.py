@@ -150,6 +150,10 @@ class ModuleBackend(ABC):
         """The same, with the gradient of ``x`` summed over the group while that of the weight is computed."""
 
     @abstractmethod
+    def change_count(self, x: Tensor) -> int | None:
+        """How often ``x`` was changed in place; None where the framework does not count."""
+
+    @abstractmethod
     def lookup(self, ids: Tensor, table: Tensor, start: int, padding_idx: int | None) -> Tensor:
         """Rows of a table that holds ids from ``start`` on; zeros for ids that it does not hold.
 

@@ -15,7 +15,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.regions import GatherFromSequenceRegion
 
-__all__ = ["deliver", "fetch", "fetch_for_shards", "take_apart"]
+__all__ = ["deliver", "fetch", "fetch_for_shards", "is_whole", "take_apart"]
 
 
 def take_apart(
@@ -53,6 +53,13 @@ def take_apart(
             )
         return x, layout
     return x, Layout(mesh, [placement], shape)
+
+
+def is_whole(x: Any, placement: Placement) -> bool:
+    """Whether every rank holds all of ``x``, a DTensor or a plain tensor that lies as ``placement`` says."""
+    if isinstance(x, DTensor):
+        return x.global_layout.is_replicated
+    return isinstance(placement, Replicate)
 
 
 def fetch(

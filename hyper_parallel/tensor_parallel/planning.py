@@ -4,8 +4,9 @@ runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
@@ -19,7 +20,8 @@ from hyper_parallel.tensor_parallel.auto_plan import base_prefixes
 from hyper_parallel.tensor_parallel.kinds import style_of
 from hyper_parallel.tensor_parallel.patterns import match_patterns
 from hyper_parallel.tensor_parallel.report import PlanReport, ReportedParameter, ReportedRule
-from hyper_parallel.tensor_parallel.rules import Rule
+from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
+from hyper_parallel.tensor_parallel.shared_input import SharedInput
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, Site
 
 __all__ = ["BoundModule", "Planned", "plan_model"]
@@ -93,6 +95,7 @@ class _Planner:
             BoundModule(name, self.modules[name], pattern, style, style.bind(self._site(name, attentions)))
             for name, (pattern, style) in chosen.items()
         ]
+        bound = _share_inputs(bound)
         self._check_tied(bound)
         self._check_between(bound, attentions)
         attributes = [(self.modules[name], attention.attributes) for name, attention in attentions.items()]
@@ -237,6 +240,18 @@ class _Planner:
             for name, module in self.modules.items()
             for own, parameter in get_module_backend().own_parameters(module).items()
         ]
+
+
+def _share_inputs(bound: list[BoundModule]) -> list[BoundModule]:
+    """Column-parallel layers side by side (query, key and value; gate and up) usually take the same input."""
+    parents = Counter(b.name.rpartition(".")[0] for b in bound if isinstance(b.rule, ColumnRule))
+    shared = {parent: SharedInput(count) for parent, count in parents.items() if count > 1}
+    return [
+        replace(b, rule=replace(b.rule, shared_input=shared.get(b.name.rpartition(".")[0])))
+        if isinstance(b.rule, ColumnRule)
+        else b
+        for b in bound
+    ]
 
 
 def _keeps_shards(style: ParallelStyle) -> bool:

@@ -17,9 +17,10 @@ from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
-from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards
+from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards, is_whole
 from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, scatter_to_tp_region
 from hyper_parallel.tensor_parallel.replicas import ReplicaSum
+from hyper_parallel.tensor_parallel.shared_input import SharedInput
 
 __all__ = ["ColumnRule", "EmbeddingColumnRule", "RowRule", "Rule", "VocabRule"]
 
@@ -65,12 +66,15 @@ class ColumnRule(Rule):
     Attributes:
         transposed: whether the weight is ``[in, out]``.
         overlap: whether that sum runs while the gradient of the weight is computed.
+        shared_input: common to layers side by side that take the same input (query, key and value); the one
+            sum of its gradient does not overlap.
         replicas: sums the weight gradients of ranks that hold the same heads.
     """
 
     out_features: int
     transposed: bool = False
     overlap: bool = True
+    shared_input: SharedInput | None = None
     replicas: Mapping[str, ReplicaSum] = field(default_factory=dict)
 
     def __call__(
@@ -80,13 +84,20 @@ class ColumnRule(Rule):
         uneven.
         """
         backend = get_module_backend()
-        x, shared = fetch_for_shards(input, self.mesh, self.input, sequence_length)
         weight, bias = (self._parameter(module, name) for name in ("weight", "bias"))
-        if shared and self.overlap:
+
+        def prepare(given: Any) -> Tensor:
+            x, shared = fetch_for_shards(given, self.mesh, self.input, sequence_length)
+            return copy_to_tp_region(x, self.group) if shared else x
+
+        if self.shared_input is not None:
+            x = self.shared_input.take(input, (self.group.ranks, self.input, sequence_length), prepare)
+            y = backend.linear(x, weight, bias, self.transposed)
+        elif self.overlap and is_whole(input, self.input):
+            x = fetch(input, self.mesh, self.input, Replicate())
             y = backend.shared_linear(x, weight, bias, self.transposed, self.group)
         else:
-            x = copy_to_tp_region(x, self.group) if shared else x
-            y = backend.linear(x, weight, bias, self.transposed)
+            y = backend.linear(prepare(input), weight, bias, self.transposed)
         return _deliver_features(self, y, self.out_features)
 
     def _parameter(self, module: Module, name: str) -> Tensor | None:

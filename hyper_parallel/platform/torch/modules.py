@@ -116,6 +116,9 @@ class TorchModuleBackend(ModuleBackend):
     ) -> torch.Tensor:
         return shared_linear(x, weight.t() if transposed else weight, bias, group)
 
+    def change_count(self, x: torch.Tensor) -> int | None:
+        return None if x.is_inference() else x._version
+
     def lookup(
         self, ids: torch.Tensor, table: torch.Tensor, start: int, padding_idx: int | None
     ) -> torch.Tensor:
