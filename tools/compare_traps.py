@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.trap_table import LANGUAGES, Verdict, merge, put_between_markers, render
+from tools.traps import OURS, OURS_NATIVE, THEIRS, TRAPS
 
 __all__ = ["compare", "main"]
 
@@ -47,9 +48,6 @@ def compare() -> list[list[list[Verdict]]]:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.trap_worker", *_START_LATE])
-    from tools.trap_cases import TRAPS
-    from tools.trap_worker import OURS, OURS_NATIVE, THEIRS
-
     libraries = (THEIRS, OURS, OURS_NATIVE)
     jobs = [
         (library, t, c, case.ranks)
@@ -71,15 +69,13 @@ def compare() -> list[list[list[Verdict]]]:
 
 def _run(context: Any, library: str, trap: int, case: int, ranks: int) -> Verdict:
     """One program with one library in a group of its own, which is gone afterwards."""
-    from tools.trap_worker import run_rank
-
     processes, pipes = [], []
     with tempfile.TemporaryDirectory(prefix="traps-") as folder:
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=run_rank, args=(library, trap, case, rank, folder, theirs), daemon=True
+                    target=start_rank, args=(library, trap, case, rank, folder, theirs), daemon=True
                 )
                 process.start()
                 processes.append(process)
@@ -93,6 +89,13 @@ def _run(context: Any, library: str, trap: int, case: int, ranks: int) -> Verdic
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+def start_rank(*arguments: Any) -> None:
+    """Runs in the new process; this one never loads a framework."""
+    from tools.trap_worker import run_rank
+
+    run_rank(*arguments)
 
 
 def _collect(pipes: Sequence[Connection]) -> list[Any]:

@@ -1,72 +1,41 @@
 """The traps that loss-parallel implementations fall into, as small programs that every rank of a group runs.
 
 A program gets an :class:`Api`, the names that a user would import; nothing else differs between the libraries.
-It returns an :class:`Outcome`, or raises what the library raised.
+It returns an :class:`Outcome`, or raises what the library raised. :mod:`tools.traps` lists them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch  # noqa: TID251 - the comparison is about PyTorch
 import torch.nn.functional as F  # noqa: TID251, N812
 
-__all__ = ["TRAPS", "Api", "Case", "Outcome", "Phase", "Trap"]
+from tools.traps import Api, Outcome, Phase
+
+__all__ = [
+    "backward_after",
+    "empty_batch",
+    "exception_inside",
+    "fewer_classes_than_ranks",
+    "label_smoothing",
+    "log_softmax_alone",
+    "log_softmax_of_another_dim",
+    "logits_afterwards",
+    "mean_on_two_dims",
+    "nested",
+    "no_position",
+    "one_dimension",
+    "other_thread",
+    "probabilities",
+    "target_out_of_range",
+    "two_spatial_dims",
+    "weight_and_ignored",
+]
 
 TOLERANCE = 1e-5
 """Relative to the largest element of the single-process result, which is computed in float64."""
-
-
-@dataclass(frozen=True)
-class Api:
-    """The names a user imports. ``is_on`` tells whether loss parallel is in force for the calling thread."""
-
-    loss_parallel: Callable[[], Any]
-    init_device_mesh: Callable[..., Any]
-    distribute_tensor: Callable[..., Any]
-    shard: Callable[[int], Any]
-    replicate: Callable[[], Any]
-    is_on: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a program, or one rank of it, came to.
-
-    ``kind`` is a key of the phrase table. ``raised`` and ``message`` belong to an exception; ``phase`` says where
-    it came, ``"forward"`` or ``"backward"``.
-    """
-
-    kind: str
-    raised: str = ""
-    message: str = ""
-    phase: str = ""
-
-
-class Phase:
-    """Where a program is; read when it raises."""
-
-    current = "forward"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One program. ``label`` (English, Chinese) tells the cases of one trap apart."""
-
-    run: Callable[[Api], Outcome]
-    label: tuple[str, str] = ("", "")
-    ranks: int = 2
-
-
-@dataclass(frozen=True)
-class Trap:
-    """One row of the table: a title (English, Chinese) and its programs."""
-
-    title: tuple[str, str]
-    cases: Sequence[Case]
 
 
 def _logits(*shape: int) -> torch.Tensor:
@@ -257,55 +226,3 @@ def two_spatial_dims(api: Api) -> Outcome:
     """Logits of shape ``(N, C, d1, d2)``."""
     target = torch.arange(24).reshape(2, 3, 4) % 8
     return _loss(api, _logits(2, 8, 3, 4), target)
-
-
-TRAPS: tuple[Trap, ...] = (
-    Trap(
-        ("`log_softmax` without `nll_loss` behind it", "单独使用 `log_softmax`（其后没有 `nll_loss`）"),
-        [Case(log_softmax_alone)],
-    ),
-    Trap(("`weight` with ignored tokens", "`weight` 与被忽略的 token 同时出现"), [Case(weight_and_ignored)]),
-    Trap(("fewer classes than ranks", "类别数少于 rank 数"), [Case(fewer_classes_than_ranks)]),
-    Trap(("a target outside `[0, C)`", "target 超出 `[0, C)`"), [Case(target_out_of_range)]),
-    Trap(
-        ("reach of the context", "上下文的作用范围"),
-        [
-            Case(exception_inside, ("after an exception", "异常之后")),
-            Case(nested, ("nested", "嵌套")),
-            Case(other_thread, ("another thread", "其他线程")),
-        ],
-    ),
-    Trap(
-        ("`log_softmax` over a dim that is not sharded", "沿未切分的维做 `log_softmax`"),
-        [Case(log_softmax_of_another_dim)],
-    ),
-    Trap(
-        ("one token without a batch, or no token", "没有 batch 维，或没有 token"),
-        [
-            Case(one_dimension, ("`(C,)`", "`(C,)`")),
-            Case(empty_batch, ("`(0, C)`", "`(0, C)`")),
-            Case(no_position, ("`(N, C, 0)`", "`(N, C, 0)`")),
-        ],
-    ),
-    Trap(
-        ("options that loss parallel refuses", "不支持的选项"),
-        [
-            Case(label_smoothing, ("smoothing", "label smoothing")),
-            Case(probabilities, ("probability targets", "概率 target")),
-        ],
-    ),
-    Trap(
-        ("`mean` with tokens sharded too (dp × tp)", "token 也被切分时的 `mean`（dp × tp）"),
-        [Case(mean_on_two_dims, ranks=4)],
-    ),
-    Trap(("`backward()` after the context", "离开上下文后再 `backward()`"), [Case(backward_after)]),
-    Trap(
-        (
-            "fp32 logits after the loss (Megatron-LM overwrites them)",
-            "计算损失后的 fp32 logits（Megatron-LM 会改写）",
-        ),
-        [Case(logits_afterwards)],
-    ),
-    Trap(("logits `(N, C, d1, d2)`", "logits 形状 `(N, C, d1, d2)`"), [Case(two_spatial_dims)]),
-)
-"""In the order of the table."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.trap_cases import TRAPS, Outcome, Trap
+from tools.traps import TRAPS, Outcome, Trap
 
 __all__ = ["LANGUAGES", "Verdict", "cell", "merge", "put_between_markers", "render", "shown"]
 

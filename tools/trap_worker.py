@@ -14,11 +14,11 @@ import torch.distributed.tensor as dt  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh  # noqa: TID251
 from torch.distributed.tensor.parallel import loss_parallel  # noqa: TID251
 
-from tools.trap_cases import TRAPS, Api, Outcome, Phase
+from tools import trap_cases
+from tools.traps import OURS, OURS_NATIVE, TRAPS, Api, Outcome, Phase
 
-__all__ = ["OURS", "OURS_NATIVE", "THEIRS", "run_program", "run_rank"]
+__all__ = ["run_program", "run_rank"]
 
-THEIRS, OURS, OURS_NATIVE = "torch", "hyper_parallel", "hyper_parallel on torch's DTensor"
 _GLOO_SECONDS = 120  # far longer than the parent waits, and an end for a process whose parent is gone
 
 
@@ -48,7 +48,8 @@ def run_program(library: str, trap: int, case: int) -> Outcome:
     """What the program of ``TRAPS[trap].cases[case]`` comes to on this rank of the default group."""
     Phase.current = "forward"
     try:
-        return TRAPS[trap].cases[case].run(_api(library))
+        outcome: Outcome = getattr(trap_cases, TRAPS[trap].cases[case].program)(_api(library))
+        return outcome
     except Exception as error:
         text = str(error).strip() or "no message"
         return Outcome("raised", type(error).__name__, text.splitlines()[0], Phase.current)

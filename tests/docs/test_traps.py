@@ -9,8 +9,8 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.harness import run_distributed
 from tools import compare_traps, trap_table
-from tools.trap_cases import TRAPS, Outcome
 from tools.trap_table import LANGUAGES, Verdict
+from tools.traps import OURS, OURS_NATIVE, TRAPS, Outcome
 
 
 def run_here(library: str, trap: int, case: int) -> Outcome:
@@ -30,9 +30,9 @@ def run_trap(trap: int, library: str) -> list[Verdict]:
 @pytest.mark.parametrize("number", range(1, len(TRAPS) + 1))
 def test_the_table_says_what_happens(number: int) -> None:
     trap = TRAPS[number - 1]
-    verdicts = run_trap(number - 1, "hyper_parallel")
+    verdicts = run_trap(number - 1, OURS)
     if all(case.ranks == 2 for case in trap.cases):
-        native = run_trap(number - 1, "hyper_parallel on torch's DTensor")
+        native = run_trap(number - 1, OURS_NATIVE)
         verdicts = [trap_table.merge(*pair) for pair in zip(verdicts, native, strict=True)]
     for language, name in LANGUAGES.items():
         row = trap_table.shown((ROOT / name).read_text(encoding="utf-8")).splitlines()[1 + number]
