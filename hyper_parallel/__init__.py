@@ -33,6 +33,37 @@ _EXPORTS = {
     "TrainContext": "hyper_parallel.loss_parallel",
     "LOSS_PARALLEL_OP_NAMES": "hyper_parallel.loss_parallel",
     "register_loss_parallel_op_names": "hyper_parallel.loss_parallel",
+    "CopyToTPRegion": "hyper_parallel.tensor_parallel.regions",
+    "GatherFromTPRegion": "hyper_parallel.tensor_parallel.regions",
+    "ReduceFromTPRegion": "hyper_parallel.tensor_parallel.regions",
+    "ScatterToTPRegion": "hyper_parallel.tensor_parallel.regions",
+    "copy_to_tp_region": "hyper_parallel.tensor_parallel.regions",
+    "gather_from_tp_region": "hyper_parallel.tensor_parallel.regions",
+    "reduce_from_tp_region": "hyper_parallel.tensor_parallel.regions",
+    "scatter_to_tp_region": "hyper_parallel.tensor_parallel.regions",
+    "gather_from_sequence_region": "hyper_parallel.tensor_parallel.regions",
+    "reduce_scatter_to_sequence_region": "hyper_parallel.tensor_parallel.regions",
+    "ColumnParallelLinear": "hyper_parallel.tensor_parallel.layers",
+    "RowParallelLinear": "hyper_parallel.tensor_parallel.layers",
+    "VocabParallelEmbedding": "hyper_parallel.tensor_parallel.vocab_layers",
+    "VocabParallelHead": "hyper_parallel.tensor_parallel.vocab_layers",
+    "ColwiseParallel": "hyper_parallel.tensor_parallel.styles",
+    "RowwiseParallel": "hyper_parallel.tensor_parallel.styles",
+    "NoParallel": "hyper_parallel.tensor_parallel.prepare",
+    "PrepareModuleInput": "hyper_parallel.tensor_parallel.prepare",
+    "PrepareModuleInputOutput": "hyper_parallel.tensor_parallel.prepare",
+    "PrepareModuleOutput": "hyper_parallel.tensor_parallel.prepare",
+    "SequenceParallel": "hyper_parallel.tensor_parallel.prepare",
+    "parallelize_module": "hyper_parallel.tensor_parallel.plan",
+    "sharding_report": "hyper_parallel.tensor_parallel.plan",
+    "DimShardLoader": "hyper_parallel.tensor_parallel.shard_loader",
+    "ReplicateLoader": "hyper_parallel.tensor_parallel.shard_loader",
+    "ShardLoader": "hyper_parallel.tensor_parallel.shard_loader",
+    "register_loader": "hyper_parallel.tensor_parallel.shard_loader",
+    "clip_grad_norm_": "hyper_parallel.tensor_parallel.grad_norm",
+    "load_hf_checkpoint": "hyper_parallel.tensor_parallel.hf_checkpoint",
+    "save_hf_checkpoint": "hyper_parallel.tensor_parallel.hf_checkpoint",
+    "materialize": "hyper_parallel.tensor_parallel.materialize",
     "HyperParallelError": "hyper_parallel.errors",
     "LossParallelLayoutError": "hyper_parallel.errors",
     "LossParallelUnsupportedError": "hyper_parallel.errors",
@@ -40,7 +71,7 @@ _EXPORTS = {
     "UnsupportedOperatorError": "hyper_parallel.errors",
 }
 _PACKAGES = ("loss_parallel",)
-_WITH_DISPATCHER = ("hyper_parallel.core.dtensor", "hyper_parallel.core.native")
+_WITH_DISPATCHER = ("hyper_parallel.core.dtensor", "hyper_parallel.core.native", "hyper_parallel.tensor_parallel.")
 
 __all__ = sorted([*_EXPORTS, *_PACKAGES])
 
@@ -64,7 +95,7 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
     module = _EXPORTS[name]
-    if module in _WITH_DISPATCHER:
+    if module.startswith(_WITH_DISPATCHER):
         importlib.import_module("hyper_parallel.loss_parallel")  # tells the dispatcher about cross-entropy
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
