@@ -13,7 +13,10 @@ from hyper_parallel.platform.platform import NativeDTensor
 
 __all__ = ["from_native", "to_native"]
 
+_opaque = get_platform().opaque
 
+
+@_opaque
 def from_native(tensor: Any) -> DTensor:
     """Our view of a ``torch.distributed.tensor.DTensor``: same storage, same graph.
 
@@ -31,6 +34,7 @@ def from_native(tensor: Any) -> DTensor:
     return result
 
 
+@_opaque
 def to_native(tensor: DTensor) -> Any:
     """The framework's own DTensor with the same storage and graph.
 
@@ -49,11 +53,21 @@ def to_native(tensor: DTensor) -> Any:
 
 def _adopt(native: Any) -> DeviceMesh:
     """Our mesh for the framework's; remembered on its object, since finding ranks and groups costs more than a call."""
-    found = getattr(native, "_hyper_parallel_mesh", None)
-    if found is None:
-        found = native._hyper_parallel_mesh = DeviceMesh.from_native(native)
-    mesh: DeviceMesh = found
+    remembered = getattr(native, "_hyper_parallel_mesh", None)
+    if remembered is None:
+        remembered = native._hyper_parallel_mesh = _Remembered(DeviceMesh.from_native(native))
+    mesh: DeviceMesh = remembered.mesh
     return mesh
+
+
+class _Remembered:
+    """Holds our mesh on the framework's object, whose copies and pickles it stays out of."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _placement(kind: str, value: Any) -> Placement:

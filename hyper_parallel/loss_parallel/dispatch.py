@@ -59,14 +59,16 @@ def intercept_native(name: str, op_call: Any, args: Sequence[Any], kwargs: Mappi
     """The same for the framework's own distributed tensors; the result is one of these again."""
     if not current_state().loss_parallel:
         return NotImplemented
-    is_native = get_platform().is_native_dtensor
+    platform = get_platform()
+    mixed = any(platform.is_tensor(x) and not platform.is_native_dtensor(x) for x in (*args, *kwargs.values()))
 
     def convert(x: Any) -> Any:
-        return from_native(x) if is_native(x) else x
+        return from_native(x) if platform.is_native_dtensor(x) else x
 
-    result = dispatch_loss_parallel(
-        name, op_call, [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
-    )
+    ours, our_kwargs = [convert(a) for a in args], {k: convert(v) for k, v in kwargs.items()}
+    result = dispatch_loss_parallel(name, op_call, ours, our_kwargs)
+    if result is NotImplemented and mixed:  # the framework's operators do not take plain tensors beside its own
+        result = op_call(*ours, **our_kwargs)
     return to_native(result) if isinstance(result, DTensor) else result
 
 

@@ -34,10 +34,27 @@ ENTRIES = {
 }
 """Ways a user writes the loss, by the names that the platform's adapter gives them."""
 
+OUR_ENTRIES = {
+    platform: tuple(entry for entry in entries if not entry.startswith("native"))
+    for platform, entries in ENTRIES.items()
+}
+"""Those that take the library's own DTensors."""
+
+NATIVE_ENTRIES = {
+    platform: tuple(entry for entry in entries if entry.startswith("native"))
+    for platform, entries in ENTRIES.items()
+}
+"""Those that take the framework's own distributed tensors, where it has any."""
+
 FLOATS = {
     "torch": ("float32", "float64", "bfloat16", "float16"),
     "mindspore": ("float32", "float64", "bfloat16", "float16"),
 }
+HALVES = {
+    platform: tuple(dtype for dtype in dtypes if dtype in ("bfloat16", "float16"))
+    for platform, dtypes in FLOATS.items()
+}
+
 TARGET_DTYPES = {
     "torch": ("int64", "int32", "int16", "int8", "uint8"),
     "mindspore": ("int64", "int32", "int16", "int8", "uint8"),
@@ -59,7 +76,7 @@ def on_groups(*sizes: int) -> pytest.MarkDecorator:
 
 
 def on_offers(offers: dict[str, tuple[str, ...]], name: str, *sizes: int) -> pytest.MarkDecorator:
-    """As :func:`on_groups`, with a third parameter ``name``: each of what the platform offers."""
+    """As :func:`on_groups`, with a third parameter ``name``: each of what the platform offers, if anything."""
     wanted = sizes or _USUAL_SIZES
     return pytest.mark.parametrize(
         ("platform", "world_size", name),

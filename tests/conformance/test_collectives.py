@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.adapters import this_adapter
-from tests.conformance.cases import LossCase, make_case
-from tests.conformance.groups import on_groups
+from tests.conformance.cases import REDUCTIONS, LossCase, make_case
+from tests.conformance.groups import FLOATS, on_groups, on_offers
 from tests.conformance.loss_calls import call_loss, context_of, local_logits, logits_of, target_of, weight_of
 from tests.harness import run_distributed
 
@@ -47,19 +47,11 @@ def sent_by(platform: str, case: LossCase) -> tuple[Sent, Sent]:
 
 
 @pytest.mark.contract("G2")
-@on_groups(2, 3, 4)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize(
-    ("dtype", "bytes_per_token"), [("float32", 8), ("bfloat16", 8), ("float16", 8), ("float64", 16)]
-)
-def test_two_forward_none_backward(
-    platform: str, world_size: int, reduction: str, dtype: str, bytes_per_token: int
-) -> None:
+@on_offers(FLOATS, "dtype", 2, 3, 4)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_two_forward_none_backward(platform: str, world_size: int, dtype: str, reduction: str) -> None:
     """The header of the agreement, then 8 bytes a token (two numbers in the statistics' dtype); no more."""
-    from tests.conformance.groups import FLOATS
-
-    if dtype not in FLOATS[platform]:
-        pytest.skip(f"{platform} has no {dtype} on CPU")
+    bytes_per_token = 16 if dtype == "float64" else 8
     for classes in (40, 400):
         case = make_case(
             world_size, (_TOKENS, classes), dtype=dtype, reduction=reduction, upstream=1.0, weighted=True, ignored=[3]
@@ -72,12 +64,9 @@ def test_two_forward_none_backward(
 
 
 @pytest.mark.contract("G2")
-@on_groups(2)
-@pytest.mark.parametrize("entry", ["native_function", "native_module"])
+@on_offers({"torch": ("native_function", "native_module")}, "entry", 2)
 def test_native_tensors(platform: str, world_size: int, entry: str) -> None:
     """The framework's own distributed tensors send no more."""
-    if platform != "torch":
-        pytest.skip(f"{platform} has no distributed tensors of its own")
     forward, backward = sent_by(platform, make_case(2, (_TOKENS, 40), entry=entry, weighted=True))
     assert backward == []
     assert [name for name, _ in forward] == ["all_gather", "all_gather"]
@@ -120,12 +109,10 @@ def test_decomposed(platform: str, world_size: int) -> None:
 
 @pytest.mark.contract("G2", "K3")
 @on_groups(1, 2, 4)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bytes_kept_for_backward(platform: str, world_size: int, reduction: str, weighted: bool) -> None:
     """Case 53: beyond an alias of the logits, 16 bytes a token (and the caller's own weights); of bf16 no fp32 copy."""
-    from tests.conformance.groups import FLOATS
-
     for dtype in [d for d in ("float32", "bfloat16") if d in FLOATS[platform]]:
         case = make_case(
             world_size, (_TOKENS, 400), dtype=dtype, reduction=reduction, upstream=1.0, weighted=weighted, ignored=[1]

@@ -9,17 +9,15 @@ import pytest
 
 from tests.conformance.adapters import this_adapter
 from tests.conformance.cases import make_case
-from tests.conformance.groups import ENTRIES, on_groups, on_offers
+from tests.conformance.groups import OUR_ENTRIES, on_groups, on_offers
 from tests.conformance.loss_calls import call_loss, local_logits, logits_of, run_case, target_of
 from tests.harness import run_distributed, this_world_size
 
 
 @pytest.mark.contract("I1", "I3", "G4")
-@on_offers(ENTRIES, "entry", 2)
+@on_offers(OUR_ENTRIES, "entry", 2)
 def test_order(platform: str, world_size: int, entry: str) -> None:
     """The loss of our DTensors comes to one point of the dispatcher, and past it does not reach layout inference."""
-    if entry.startswith("native"):
-        pytest.skip("the framework's own tensors do not come to our dispatcher")
     run_distributed(order, entry, platform=platform, world_size=world_size)
 
 

@@ -109,13 +109,11 @@ def test_distillation(platform: str, world_size: int) -> None:
 
 
 @pytest.mark.contract("K1", "TRAP1")
-@on_groups(2)
-def test_native_tensors(platform: str, world_size: int) -> None:
+@on_offers({"torch": ("native",)}, "entry", 2)
+def test_native_tensors(platform: str, world_size: int, entry: str) -> None:
     """The framework's own distributed tensors get the same gradient, and a result of their kind."""
-    if platform != "torch":
-        pytest.skip(f"{platform} has no distributed tensors of its own")
-    check_log_softmax(platform, *_numbers(4, 9), mesh=(2,), shards=(1,), entry="native")
-    check_log_softmax(platform, *_numbers(4, 9), dim=0, mesh=(2,), shards=(1,), entry="native")
+    check_log_softmax(platform, *_numbers(4, 9), mesh=(2,), shards=(1,), entry=entry)
+    check_log_softmax(platform, *_numbers(4, 9), dim=0, mesh=(2,), shards=(1,), entry=entry)
 
 
 @pytest.mark.contract("TRAP6", "I1")

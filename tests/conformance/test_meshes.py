@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.cases import REDUCTIONS, make_case
-from tests.conformance.groups import ENTRIES, on_groups
+from tests.conformance.groups import NATIVE_ENTRIES, on_groups, on_offers
 from tests.conformance.loss_calls import check
 
 reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -44,13 +44,10 @@ def test_two_dims(
 
 
 @pytest.mark.contract("P4", "P1")
-@on_groups(4)
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES["torch"] if entry.startswith("native")])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@on_offers(NATIVE_ENTRIES, "entry", 4)
+@reductions
 def test_native_tensors(platform: str, world_size: int, entry: str, reduction: str) -> None:
     """The framework's own distributed tensors on a mesh of two dims."""
-    if entry not in ENTRIES[platform]:
-        pytest.skip(f"{platform} has no distributed tensors of its own")
     case = make_case(world_size, (6, 7), mesh=(2, 2), shards=(0, 1), reduction=reduction, weighted=True, ignored=[0, 1])
     check(platform, case.but(entry=entry, target_as="sharded"))
     check(platform, case.but(entry=entry))

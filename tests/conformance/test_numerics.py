@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.cases import REDUCTIONS, make_case
-from tests.conformance.groups import FLOATS, on_groups, on_offers
+from tests.conformance.groups import FLOATS, HALVES, on_groups, on_offers
 from tests.conformance.loss_calls import check, check_results, run_case
 from tests.conformance.oracle import round_to
 from tests.harness import run_distributed
@@ -24,22 +24,16 @@ def test_dtypes(platform: str, world_size: int, dtype: str, reduction: str) -> N
 
 
 @pytest.mark.contract("G1")
-@on_groups(1, 2, 4)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_offers(HALVES, "dtype", 1, 2, 4)
 def test_half_precision_with_many_classes(platform: str, world_size: int, dtype: str) -> None:
     """Case 50: at 32768 classes the gradient's error is that of one rounding, the loss is right to fp32."""
-    if dtype not in FLOATS[platform]:
-        pytest.skip(f"{platform} has no {dtype} on CPU")
     check(platform, make_case(world_size, (4, 32768), dtype=dtype, upstream=512.0, reduction="sum"))
 
 
 @pytest.mark.contract("G1")
-@on_groups(2)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@on_offers(HALVES, "dtype", 2)
 def test_half_precision_logits_with_fp32_weights(platform: str, world_size: int, dtype: str) -> None:
     """Weights keep their own precision."""
-    if dtype not in FLOATS[platform]:
-        pytest.skip(f"{platform} has no {dtype} on CPU")
     check(platform, make_case(world_size, dtype=dtype, weighted=True, weight_dtype="float32"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.cases import LossCase, expected_results, make_case
 from tests.conformance.groups import on_offers
-from tests.conformance.loss_calls import call_loss, local_logits, logits_of, target_of
+from tests.conformance.loss_calls import call_loss, local_logits, logits_of, mesh_of, placements_of, target_of
 from tests.harness import run_distributed, this_rank, this_world_size
 
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -105,13 +105,15 @@ def model_and_loss(entry: str, backend: str) -> None:
     from tests.conformance.adapters import this_adapter
 
     case = _case(entry)
-    target = target_of(case)
+    adapter, target = this_adapter(), target_of(case)
+    mesh, placements, shape = mesh_of(case.mesh, case.mesh_names), placements_of(case.shards), case.logits.shape
+    logits_of(case, local_logits(case))  # what is made once
     loss, gradient = expected_results(case)[this_rank()]
 
     def function(local: Any) -> Any:
         scaled = (local * 2.0).relu() / 2.0 - (-local).relu()
-        found = call_loss(case, logits_of(case, scaled), target, None)
-        return this_adapter().unwrap(found) * 1.0
+        logits = adapter.wrap(entry, scaled, mesh, placements, shape)
+        return adapter.unwrap(call_loss(case, logits, target, None)) * 1.0
 
     compiled = _compiled(function, backend)
     for _ in range(2):

@@ -58,7 +58,7 @@ def without_gradients(entry: str) -> None:
     from hyper_parallel.loss_parallel import loss_parallel
     from tests.conformance.adapters import this_adapter
 
-    case = _case(entry)
+    adapter, case = this_adapter(), _case(entry)
     expected, _ = _expected(case)
     made_outside = local_logits(case)
     for mode in (torch.inference_mode, torch.no_grad):
@@ -69,7 +69,9 @@ def without_gradients(entry: str) -> None:
                 assert abs(float(loss) - expected) < 1e-5
         with loss_parallel(), mode():
             loss = call_loss(case, logits_of(case, local_logits(case)), target_of(case), None)
-            assert abs(this_adapter().host_number(loss) - expected) < 1e-5
+            assert abs(float(adapter.unwrap(loss)) - expected) < 1e-5
+            if adapter.kind_of(loss) == "ours":  # PyTorch's DTensor has no item() in inference mode
+                assert abs(adapter.host_number(loss) - expected) < 1e-5
 
 
 @pytest.mark.contract("G1")
@@ -120,10 +122,10 @@ def autocast(entry: str) -> None:
 def test_activation_checkpointing(platform: str, world_size: int, entry: str, reentrant: bool) -> None:
     """The loss in a checkpointed function that enters the context: recomputed in the backward pass, after it.
 
-    With the context around the call only, backward inside it is right; backward after it recomputes without the
-    context, which is refused in words.
+    With the context around the call only, backward inside it is right, but for PyTorch's own DTensors: in a backward
+    pass no mode sees what is recomputed, as after the context. That is refused, or right by PyTorch's own path.
     """
-    run_distributed(checkpointed, entry, reentrant, platform=platform, world_size=world_size)
+    run_distributed(checkpointed, entry, reentrant, platform=platform, world_size=world_size, timeout=60)
 
 
 def checkpointed(entry: str, reentrant: bool) -> None:
@@ -156,13 +158,15 @@ def checkpointed(entry: str, reentrant: bool) -> None:
         return this_adapter().unwrap(call_loss(case, logits_of(case, x), target_of(case), None))
 
     run(lambda x: _loss(case, x), around=False, backward_inside=False)
-    run(without_context, around=True, backward_inside=True)
-    try:
-        run(without_context, around=True, backward_inside=False)
-    except HyperParallelError as error:
-        assert "outside loss_parallel()" in str(error) or "S(1)" in str(error)
-    except Exception as error:  # PyTorch's own recomputation check, when the other path saves other tensors
-        assert "checkpoint" in str(error).lower()
+    if not entry.startswith("native"):
+        run(without_context, around=True, backward_inside=True)
+    for backward_inside in (False, True):
+        try:
+            run(without_context, around=True, backward_inside=backward_inside)
+        except HyperParallelError as error:
+            assert "outside loss_parallel()" in str(error) or "S(1)" in str(error)
+        except RuntimeError as error:  # PyTorch's
+            assert entry.startswith("native") and "mixed torch.Tensor and DTensor" in str(error)
 
 
 @pytest.mark.contract("G1")
@@ -308,8 +312,9 @@ def global_settings(entry: str) -> None:
         same()
     finally:
         torch.use_deterministic_algorithms(False)
-    with torch.autograd.detect_anomaly(check_nan=True):
-        same()
+    if not entry.startswith("native"):  # PyTorch's DTensor lacks the operator that it takes
+        with torch.autograd.detect_anomaly(check_nan=True):
+            same()
 
 
 @pytest.mark.contract("G1")

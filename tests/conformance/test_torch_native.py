@@ -113,24 +113,27 @@ def hook_is_gone() -> None:
 @pytest.mark.contract("I2", "L3")
 @on_torch
 def test_copied_context_in_a_thread(platform: str, world_size: int) -> None:
-    """A copy of the context that runs in another thread is right for PyTorch's DTensors too."""
+    """PyTorch's modes belong to a thread: in another one, a copy of the context leaves PyTorch's DTensors to PyTorch,
+    which computes the same number or refuses."""
     run_distributed(copied_context, platform=platform, world_size=world_size)
 
 
 def copied_context() -> None:
     """In a worker."""
     import torch.nn.functional as F
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     from hyper_parallel.loss_parallel import loss_parallel
 
     logits, target, expected = native_logits()
+    target = distribute_tensor(target, logits.device_mesh, [Replicate()])
     found: list[Any] = []
     with loss_parallel():
         copy = contextvars.copy_context()
-        thread = threading.Thread(target=lambda: copy.run(lambda: found.append(_value(F.cross_entropy(logits, target)))))
+        thread = threading.Thread(target=copy.run, args=(lambda: found.append(_value(F.cross_entropy(logits, target))),))
         thread.start()
         thread.join()
-    assert found and abs(found[0] - expected.item()) < 1e-5, (found, expected)
+    assert abs(found[0] - expected.item()) < 1e-5, (found, expected)
 
 
 def _value(loss: Any) -> float:
@@ -211,3 +214,31 @@ def replicated() -> None:
         assert abs(_value(both) - expected.item()) < 1e-6
         smoothed = F.cross_entropy(whole, target, label_smoothing=0.1)
     torch.testing.assert_close(smoothed, F.cross_entropy(whole, target, label_smoothing=0.1))
+
+
+@pytest.mark.contract("G3")
+@on_torch
+def test_mesh_can_still_be_copied(platform: str, world_size: int) -> None:
+    """What the library remembers on PyTorch's mesh stays out of its copies and pickles."""
+    run_distributed(mesh_copies, platform=platform, world_size=world_size)
+
+
+def mesh_copies() -> None:
+    """In a worker."""
+    import copy
+    import io
+    import pickle
+
+    import torch
+    import torch.nn.functional as F
+
+    from hyper_parallel.loss_parallel import loss_parallel
+
+    logits, target, expected = native_logits()
+    for _ in range(2):
+        mesh = copy.deepcopy(logits.device_mesh)
+        assert mesh == logits.device_mesh == pickle.loads(pickle.dumps(logits.device_mesh))
+        copy.deepcopy(logits._spec)
+        torch.save(logits, io.BytesIO())
+        with loss_parallel(mesh):
+            assert abs(_value(F.cross_entropy(logits, target)) - expected.item()) < 1e-5

@@ -77,6 +77,8 @@ class MindSporeAdapter(Adapter):
         modules = {"module": nn.CrossEntropyLoss, "mint_module": mint.nn.CrossEntropyLoss}
         if entry in functions:
             return functions[entry](logits, target, **options)
+        if entry == "module" and isinstance(target, Tensor) and target.dtype != mindspore.int32:
+            target = target.astype(mindspore.int32)  # all that nn.CrossEntropyLoss takes
         if entry in modules:
             return modules[entry](**options)(logits, target)
         dim = 0 if logits.ndim == 1 else 1
