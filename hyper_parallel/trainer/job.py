@@ -61,7 +61,7 @@ def run_worker(options: TrainOptions) -> RunSummary:
         seconds=round(log.seconds, 3),
         tokens_per_second=round(log.tokens_per_second, 1),
         peak_memory_bytes=log.peak_memory,
-        parameters=trainer.parameters,
+        parameters=trainer.built.parameters,
         backend=platform.name,
         version=platform.version,
         data_parallel_degree=shape[0],

@@ -103,6 +103,9 @@ class TrainOptions:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
 
+    plan: Literal["auto", "last_layer"] = "auto"
+    """What tensor-parallel ranks share: all layers, or the last one alone."""
+
     parallelism: ParallelismConfig = field(default_factory=lambda: ParallelismConfig(tensor_parallel_degree=2))
 
     def __post_init__(self) -> None:

@@ -66,7 +66,10 @@ def _check(options: TrainOptions) -> None:
 
 def _work(options: TrainOptions, arguments: Sequence[str]) -> int:
     """What a rank does."""
-    # They load the framework, which the process that starts the ranks does not need.
+    # These load the framework, which the process that starts the ranks does not need.
+    from hyper_parallel.platform import get_platform
+
+    get_platform(options.backend)  # settles which one, before anything else asks
     from hyper_parallel.platform.training import load_training_tools
     from hyper_parallel.trainer.job import run_worker
 

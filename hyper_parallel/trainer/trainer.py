@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.dtensor import DTensor
 from hyper_parallel.loss_parallel import get_train_context
-from hyper_parallel.models.llama import build_llama
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import load_training_tools
-from hyper_parallel.tensor_parallel.initialize import Constant, Normal, draw_shard
+from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
 from hyper_parallel.trainer.data import IGNORE_INDEX, Batch, PackedText
 from hyper_parallel.trainer.metrics import MetricsLog, StepRecord
 from hyper_parallel.trainer.options import TrainOptions
-from hyper_parallel.trainer.parallelize import parallelize_last_layer
 from hyper_parallel.trainer.schedule import warmup_cosine
+from hyper_parallel.trainer.setup import build_model
 from hyper_parallel.trainer.stopping import StopRequest
 
 __all__ = ["TrainResult", "Trainer"]
@@ -42,9 +40,8 @@ class TrainResult:
 class Trainer:
     """One job: a Llama, AdamW, and text, on a dp x tp mesh.
 
-    Building one is collective over the mesh. Each rank holds the model's body whole and its share of the last
-    layer; the loss is class-sharded cross-entropy, summed and divided by the number of valid tokens of the
-    whole batch.
+    Building one is collective over the mesh. The ranks of a tp group share the layers and the classes; the loss
+    is class-sharded cross-entropy, summed and divided by the number of valid tokens of the whole batch.
 
     Args:
         options: what to train, and how.
@@ -60,27 +57,22 @@ class Trainer:
         self.platform, self.tools = get_platform(), load_training_tools()
         self.tools.seed(options.seed, options.device)
         self._check()
-        config = options.parallelism
-        self.model = self.tools.build(lambda: build_llama(options.model))
-        self.parameters = sum(math.prod(shape) for shape in self.tools.parameter_shapes(self.model).values())
-        if config.tp_enabled:
-            parallelize_last_layer(self.tools, self.model, "lm_head", mesh["tp"], config)
-        self.tools.materialize(self.model, self._initial_values, options.device)
+        self.built = build_model(options, mesh, self.tools)
+        self.model = self.built.model
         optimizer = options.optimizer
         self.learner = self.tools.learner(
             self.model,
             {"betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay},
         )
+        config = options.parallelism
         self.train_context = get_train_context(config.loss_parallel_enabled, config)
 
     def describe(self) -> str:
         """One line on what is trained, and how it is shared."""
         state = "on" if self.options.parallelism.loss_parallel_enabled else "off"
-        rows = self.tools.parameter_shapes(self.model).get("lm_head.weight", (self.options.model.vocab_size,))[0]
         return (
-            f"{self.parameters:,} parameters, {len(self.text.tokens):,} tokens of text, {self.mesh.describe()}, "
-            f"loss parallel {state}: rank {self.platform.rank()} holds {rows} of "
-            f"{self.options.model.vocab_size} classes"
+            f"{len(self.text.tokens):,} tokens of text, {self.mesh.describe()}, loss parallel {state}, "
+            f"{self.built.parameters:,} parameters: {self.built.local_parameters:,} on a rank"
         )
 
     def _check(self) -> None:
@@ -96,11 +88,6 @@ class Trainer:
         if highest >= self.options.model.vocab_size:
             raise ValueError(f"the text has token id {highest}, but vocab_size is {self.options.model.vocab_size}")
 
-    def _initial_values(self, name: str, spec: Any) -> np.ndarray:
-        is_norm = len(spec.shape) == 1
-        initializer = Constant(1.0) if is_norm else Normal(self.options.model.initializer_range)
-        return draw_shard(name, spec, self.mesh.get_local_rank("tp"), initializer, self.options.seed)
-
     def train(self, log: MetricsLog, stop: StopRequest) -> TrainResult:
         """Run all steps, or until every rank knows that one of them was asked to stop."""
         training, optimizer = self.options.training, self.options.optimizer
@@ -108,7 +95,7 @@ class Trainer:
             batch = self.text.batch(step, self.mesh.get_local_rank("dp"), self.mesh.size("dp"))
             valid = self._over_ranks(batch.valid_tokens, "dp")
             loss = self._accumulate(batch, valid)
-            squares = self._reduce_gradients()
+            norm = self._reduce_and_clip(training.max_grad_norm)
             lr = warmup_cosine(
                 step,
                 peak=optimizer.lr,
@@ -116,7 +103,7 @@ class Trainer:
                 total_steps=self.options.steps,
                 final_ratio=optimizer.final_lr_ratio,
             )
-            norm = self.learner.update(lr, squares, training.max_grad_norm)
+            self.learner.update(lr)
             log.record(StepRecord(step + 1, loss, norm, lr, batch.tokens.size * self.mesh.size("dp")))
             if stop.agreed(self.mesh):
                 log.flush()
@@ -140,12 +127,12 @@ class Trainer:
         loss = self.tools.cross_entropy_sum(self.model(tokens), labels, IGNORE_INDEX) / max(valid, 1)
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
-    def _reduce_gradients(self) -> Tensor:
-        """Add up what data-parallel ranks found; returns the squared norm over all parameters and ranks."""
+    def _reduce_and_clip(self, max_norm: float | None) -> Tensor:
+        """Add up what data-parallel ranks found; returns the norm over all parameters, before clipping."""
         if self.mesh.size("dp") > 1:
             self.learner.map_gradients(lambda flat: self._all_reduce(flat, "dp"))
-        cut, whole = self.learner.gradient_squares()
-        return self._all_reduce(cut, "tp") + whole
+        limit = math.inf if max_norm is None else max_norm
+        return clip_grad_norm_(self.learner.parameters, limit, gradients=self.learner.gradients())
 
     def _all_reduce(self, x: Tensor, mesh_dim: str) -> Tensor:
         return self.platform.all_reduce(x, "sum", self.mesh.get_group(mesh_dim))

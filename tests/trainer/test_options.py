@@ -48,7 +48,7 @@ def test_hyphens_and_underscores_are_alike() -> None:
         (["--steps", "0"], "steps must be at least 1, found 0"),
         (["--optimizer.lr", "-1"], "lr must be at least 0, found -1"),
         (["--optimizer.betas", "0.9", "1.0"], "betas must lie in"),
-        (["--model.hidden-size", "100"], "must be a multiple of num_attention_heads"),
+        (["--model.hidden-size", "101"], "must be a multiple of num_attention_heads"),
         (
             ["--parallelism.tensor-parallel-degree", "0"],
             "tensor_parallel_degree must be an integer of at least 1",

@@ -65,7 +65,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:
     return out
 
 
-@pytest.mark.contract("L2", "C1", "C4")
+@pytest.mark.contract("L2", "C4")
 def test_two_ranks_learn_and_equal_one_process(text: Path) -> None:
     out = finish(process := start(text, "--steps", "12"))
     assert process.returncode == 0, out
@@ -79,7 +79,7 @@ def test_two_ranks_learn_and_equal_one_process(text: Path) -> None:
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["steps"] == 12 and comparison["max_difference"] == gap
     assert f"maximum loss difference in 12 steps: {gap:.2e}" in out
-    assert "loss parallel on: rank 0 holds 130 of 259 classes" in out
+    assert "mesh (dp=1, tp=2), loss parallel on, 35,168 parameters: 18,720 on a rank" in out
     assert out.count("step    10 ") == 2 and f"{folder}/metrics.jsonl" in out
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert row.keys() == {
@@ -97,7 +97,7 @@ def losses_of(arguments: list[str]) -> dict[int, float]:
 
 ARRANGEMENTS = {
     "tp 2": (1, 2, []),
-    "tp 3, one rank shorter": (1, 3, []),
+    "tp 3, the last layer alone": (1, 3, ["--plan", "last_layer"]),
     "tp 2, loss parallel off": (1, 2, ["--parallelism.disable-loss-parallel"]),
     "dp 2": (2, 1, []),
     "dp 2 x tp 2, accumulation": (2, 2, ["--training.gradient-accumulation", "2"]),
@@ -111,6 +111,7 @@ def train_in_harness(text: Path, dp: int, tp: int, arguments: list[str]) -> dict
     return losses
 
 
+@pytest.mark.contract("C1")
 @pytest.mark.parametrize("name", ARRANGEMENTS)
 def test_every_arrangement_of_ranks_gives_the_same_losses(name: str, text: Path) -> None:
     alone = train_in_harness(text, 1, 1, [])
@@ -148,17 +149,16 @@ def worker_pids(launcher: int) -> dict[int, int]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the workers in /proc")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_ends_the_job(rank: int, text: Path) -> None:
+def test_a_killed_rank_is_named_and_ends_the_job(text: Path) -> None:
     process = start(text, "--steps", "1000000", "--no-compare")
     wait_for_steps(text, process)
     workers = worker_pids(process.pid)
     began = time.monotonic()
-    os.kill(workers[rank], signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
     out = finish(process, 20)
     assert time.monotonic() - began < 10
     assert process.returncode == 1
-    assert f"rank {rank} failed: it was killed by SIGKILL" in out.splitlines()[-1]
+    assert "rank 1 failed: it was killed by SIGKILL" in out.splitlines()[-1]
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
 
 
@@ -184,7 +184,7 @@ def test_an_error_in_a_rank_ends_the_job_with_its_message(text: Path) -> None:
 
 def test_doctor_finds_working_collectives() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", "doctor", "--nproc", "3"],
+        [sys.executable, "-m", "hyper_parallel", "doctor", "--nproc", "2"],
         env=environment(),
         cwd=ROOT,
         capture_output=True,
@@ -192,5 +192,5 @@ def test_doctor_finds_working_collectives() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 workers" in done.stdout and done.stdout.endswith("all is well\n")
+    assert "2 workers" in done.stdout and done.stdout.endswith("all is well\n")
     assert done.stdout.count("right") == 5
