@@ -119,7 +119,9 @@ class RowRule(Rule):
     transposed: bool = False
 
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
-        x = fetch(input, self.mesh, self.input, Shard(-1), self.in_features)
+        last = len(get_platform().shape(input)) - 1
+        size = self.in_features if self.input in (Shard(-1), Shard(last)) else None
+        x = fetch(input, self.mesh, self.input, Shard(-1), size)
         y = get_module_backend().linear(x, module.weight, None, self.transposed)
         bias = getattr(module, "bias", None)
         return _deliver_sum(self, y, bias)

@@ -143,11 +143,8 @@ class TorchModuleBackend(ModuleBackend):
 
     def power_sum(self, tensors: Sequence[torch.Tensor], order: float, like: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if any(t.dtype == torch.float64 for t in (like, *tensors)) else torch.float32
-        norms = [
-            torch.linalg.vector_norm(t.detach(), order, dtype=wide).to(like.device)
-            for t in tensors
-            if t.numel()
-        ]
+        found = [t.detach() for t in tensors if t.numel()]
+        norms = [n.to(like.device) for n in torch._foreach_norm(found, order, dtype=wide)] if found else []
         if not norms:
             return torch.zeros((), dtype=wide, device=like.device)
         stacked = torch.stack(norms)
@@ -157,9 +154,12 @@ class TorchModuleBackend(ModuleBackend):
         return x.clamp(max=1.0)
 
     def scale_gradients(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in gradients:
+            by_device.setdefault(grad.device, []).append(grad)
         with torch.no_grad():
-            for grad in gradients:
-                grad.mul_(factor.to(grad.device, grad.dtype))
+            for device, grads in by_device.items():
+                torch._foreach_mul_(grads, factor.to(device))
 
     # -- groups ----------------------------------------------------------------------------------------------
 
