@@ -2,7 +2,7 @@
 
 Each step changes one mesh dim and is a linear map with an explicit adjoint. With the dual of a placement being the
 placement of its gradient (Shard -> Shard, Replicate -> Replicate, Partial -> Replicate), the adjoint of ``p -> q`` is
-``dual(q) -> dual(p)``:
+``dual(q) -> dual(p)``, and that of the adjoint is ``dual(p) -> dual(q)``:
 
 ====================  =========================  ==========================
 step                  forward                    backward
@@ -50,7 +50,7 @@ def redistribute_local(local: Tensor, source: Layout, target: Layout) -> Tensor:
     for move in _route(source, target):
         if move.no_gradient and platform.requires_grad(local):
             raise ValueError(f"{move.no_gradient} on {source.describe()} has no gradient; detach the tensor first")
-        local = platform.linear_map(local, move.forward, move.adjoint)
+        local = platform.linear_map(local, move.forward, move.adjoint, move.again)
     return local
 
 
@@ -114,6 +114,7 @@ class _Move:
 
     forward: Mover
     adjoint: Mover
+    again: Mover
     no_gradient: str
 
 
@@ -127,6 +128,7 @@ def _route(source: Layout, target: Layout) -> tuple[_Move, ...]:
             _Move(
                 _mover(current, mesh_dim, before, after),
                 _mover(grad_layout, mesh_dim, _dual(after), _dual(before)),
+                _mover(grad_layout, mesh_dim, _dual(before), _dual(after)),
                 f"{before} -> {after}" if _is_extremum(before) or _is_extremum(after) else "",
             )
         )

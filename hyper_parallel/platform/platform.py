@@ -145,8 +145,19 @@ class Platform(ABC):
     # -- autograd -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def linear_map(self, x: Tensor, forward: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-        """``forward(x)``, differentiable: the gradient is ``adjoint`` of the output's, and so on to any order."""
+    def linear_map(
+        self,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+        again: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """``forward(x)``, differentiable to any order: the gradient is ``adjoint`` of the output's, whose gradient is
+        ``again``, whose gradient is ``adjoint``, ...
+
+        ``again`` is ``forward`` by default. It differs where the terms of a sum come in: their gradients are whole
+        (equal on all ranks), and so is what derivatives of these are taken of.
+        """
 
     @abstractmethod
     def requires_grad(self, x: Tensor) -> bool:

@@ -136,7 +136,7 @@ class _Region:
         if self.group.size == 1:
             return x
         bound = self._bind(x)
-        return get_platform().linear_map(x, bound.forward, bound.backward)
+        return get_platform().linear_map(x, bound.forward, bound.backward, bound.again)
 
     @classmethod
     def apply(cls, x: Tensor, group: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,6 +145,11 @@ class _Region:
 
     def _bind(self, x: Tensor) -> Any:
         return self
+
+    def again(self, x: Tensor) -> Tensor:
+        """The gradient of ``backward``; where forward adds up terms it is not ``forward``, as gradients are whole."""
+        result: Tensor = self.forward(x)  # type: ignore[attr-defined]
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +176,10 @@ class ReduceFromTPRegion(_Region):
     def backward(self, grad: Tensor) -> Tensor:
         """Identity."""
         return grad
+
+    def again(self, x: Tensor) -> Tensor:
+        """Identity."""
+        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,3 +277,4 @@ class ReduceScatterToSequenceRegion(_Cutting):
 
     forward = _DimRegion._sum_own_piece
     backward = _DimRegion._join
+    again = _DimRegion._own_piece

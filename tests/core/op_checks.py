@@ -22,7 +22,7 @@ from hyper_parallel.core.placement_types import Partial, Placement, Replicate, S
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform import get_platform
 
-MOST_COMBINATIONS = 40
+MOST_COMBINATIONS = 24
 
 
 @dataclass(frozen=True)

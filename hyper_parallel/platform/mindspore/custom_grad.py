@@ -17,7 +17,7 @@ from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
 
-from hyper_parallel.platform.mindspore._host import to_host, to_tensor
+from hyper_parallel.platform.mindspore._host import as_float32, to_host, to_tensor
 
 __all__ = ["linear_map", "requires_grad", "sum_all"]
 
@@ -26,21 +26,21 @@ Map = Callable[[Tensor], Tensor]
 
 class _LinearMap(_Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-        ctx.maps = (forward, adjoint)
+    def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map, again: Map) -> Tensor:
+        ctx.maps = (adjoint, again)
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        forward, adjoint = ctx.maps
-        return linear_map(grads[0], adjoint, forward), None, None
+        adjoint, again = ctx.maps
+        return linear_map(grads[0], adjoint, again, adjoint), None, None, None
 
 
-def linear_map(x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-    """``forward(x)`` whose gradient is ``adjoint``; a linear map's second derivative is the map again."""
+def linear_map(x: Tensor, forward: Map, adjoint: Map, again: Map | None = None) -> Tensor:
+    """``forward(x)``; its gradient is ``adjoint``, whose gradient is ``again`` (default: ``forward``), and so on."""
     if not requires_grad(x):
         return forward(x)
-    result: Tensor = _LinearMap.apply(x, forward, adjoint)
+    result: Tensor = _LinearMap.apply(x, forward, adjoint, again or forward)
     return result
 
 
@@ -62,10 +62,11 @@ def sum_all(x: Tensor) -> Tensor:
 
     def add_up(values: Tensor) -> Tensor:
         host = to_host(values)
-        return to_tensor(host.sum(dtype=np.float64).astype(host.dtype).reshape(()))
+        total = as_float32(host).sum(dtype=np.float64) if host.size else np.float64(0.0)
+        return to_tensor(np.asarray(total, np.float64).astype(host.dtype))
 
     def spread(total: Tensor) -> Tensor:
         host = to_host(total)
-        return to_tensor(np.full(shape, host, host.dtype))
+        return to_tensor(np.full(shape, as_float32(host)).astype(host.dtype))
 
     return linear_map(x, add_up, spread)

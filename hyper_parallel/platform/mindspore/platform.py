@@ -128,8 +128,14 @@ class MindSporePlatform(Platform):
 
     # -- autograd --------------------------------------------------------------------------------------------------
 
-    def linear_map(self, x: Any, forward: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:
-        return custom_grad.linear_map(x, forward, adjoint)
+    def linear_map(
+        self,
+        x: Any,
+        forward: Callable[[Any], Any],
+        adjoint: Callable[[Any], Any],
+        again: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        return custom_grad.linear_map(x, forward, adjoint, again)
 
     def requires_grad(self, x: Any) -> bool:
         return custom_grad.requires_grad(x)

@@ -104,8 +104,14 @@ class TorchPlatform(Platform):
 
     # -- autograd --------------------------------------------------------------------------------------------------
 
-    def linear_map(self, x: Any, forward: Callable[[Any], Any], adjoint: Callable[[Any], Any]) -> Any:
-        return linear_map(x, forward, adjoint)
+    def linear_map(
+        self,
+        x: Any,
+        forward: Callable[[Any], Any],
+        adjoint: Callable[[Any], Any],
+        again: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        return linear_map(x, forward, adjoint, again)
 
     def requires_grad(self, x: Any) -> bool:
         return bool(torch.is_grad_enabled() and x.requires_grad)
