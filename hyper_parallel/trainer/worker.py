@@ -56,15 +56,15 @@ class ErrorNote:
 def run_guarded(work: Callable[[], int]) -> int:
     """Run what a worker has to do, and return its exit status.
 
-    Under this library's launcher an exception becomes a note and ends the process with status 1; under
-    another one it passes through.
+    Under this library's launcher the process ends here, and an exception becomes a note and status 1; under
+    another launcher both are left to the caller.
     """
     if LIFELINE in os.environ:
         threading.Thread(target=_die_with_launcher, args=(int(os.environ[LIFELINE]),), daemon=True).start()
     if ERROR_FILE not in os.environ:
         return work()
     try:
-        return work()
+        _leave(work())
     except Exception as error:
         # The note comes first: peers notice this rank's end only after it, so the oldest note is the cause.
         trace = "".join(traceback.format_exception(error))
@@ -75,11 +75,13 @@ def run_guarded(work: Callable[[], int]) -> int:
 
 def _die_with_launcher(descriptor: int) -> None:
     os.read(descriptor, 1)  # returns when the launcher, which never writes, has ended
-    _leave(1)
+    os._exit(1)
 
 
 def _leave(status: int) -> NoReturn:
-    """Without waiting for peers, which may wait for this rank in a collective."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    """Without Python's own end, which takes seconds with a framework loaded, and may wait for peers."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
