@@ -12,11 +12,11 @@ from tests.conformance.loss_calls import check
 reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 
-@pytest.mark.contract("G1", "P1", "I1")
+@pytest.mark.contract("G1", "P1", "I1", "TRAP11")
 @on_offers(ENTRIES, "entry")
 @reductions
 def test_reduction(platform: str, world_size: int, entry: str, reduction: str) -> None:
-    """Case 16: loss and gradient are the same at every degree, multiplied by nothing."""
+    """Cases 16, 44: loss and gradient are the same at every degree, multiplied by nothing; the logits stay as they were."""
     check(platform, make_case(world_size, entry=entry, reduction=reduction))
 
 
