@@ -12,6 +12,7 @@ from hyper_parallel.core.placement_types import Replicate, Shard
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.tensor_parallel.patterns import names_anything
+from hyper_parallel.tensor_parallel.sequence_plan import over_the_sequence
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = ["auto_plan", "base_prefixes", "last_layer"]
@@ -48,12 +49,15 @@ every rank.
 """
 
 
-def auto_plan(model: Module, config: ParallelismConfig) -> dict[str, str | ParallelStyle]:
+def auto_plan(
+    model: Module, config: ParallelismConfig, *, sequence_parallel: bool = False
+) -> dict[str, str | ParallelStyle]:
     """A plan for all of ``model``, its last layer included.
 
     From the first that exists: a plan of this library for the model's type; the model's own (``tp_plan``,
     as models of transformers have it); that of Llama, where all its names are found. The last layer is
-    class-sharded for ``loss_parallel()``, unless ``config.disable_loss_parallel``.
+    class-sharded for ``loss_parallel()``, unless ``config.disable_loss_parallel``. With
+    ``sequence_parallel`` the activations between the shared layers are sharded over the sequence.
 
     Raises:
         ParallelPlanError: none of these.
@@ -81,7 +85,7 @@ def auto_plan(model: Module, config: ParallelismConfig) -> dict[str, str | Paral
     embedding = _embedding_name(model)
     if embedding is not None and not any(names_anything(p, [embedding], base_prefixes(model)) for p in plan):
         plan = {embedding: RowwiseParallel(input_layouts=Replicate()), **plan}
-    return plan
+    return over_the_sequence(model, plan, base_prefixes(model)) if sequence_parallel else plan
 
 
 def last_layer(config: ParallelismConfig) -> ColwiseParallel:
@@ -102,7 +106,9 @@ def base_prefixes(model: Module) -> list[str]:
 
 
 def _own_plan(model: Module) -> Plan:
-    """What a transformers model says of itself: of all its modules, and (older releases) of its base model."""
+    """What a transformers model says of itself: of all its modules, and (older releases) of its base
+    model.
+    """
     own = dict(getattr(model, "_tp_plan", None) or {})
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     return {**{k: v for k, v in base.items() if not any(o == k or o.endswith(f".{k}") for o in own)}, **own}

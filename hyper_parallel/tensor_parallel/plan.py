@@ -33,6 +33,7 @@ def parallelize_module(
     parallelize_plan: str | ParallelStyle | Mapping[str, str | ParallelStyle] = "auto",
     *,
     config: ParallelismConfig | None = None,
+    sequence_parallel: bool = False,
 ) -> Module:
     """Share a model's layers between the ranks of a mesh. The model's code stays as it is; works on models
     without memory.
@@ -50,6 +51,8 @@ def parallelize_module(
             itself. The names may leave out a base model's prefix.
         config: for ``"auto"``: with ``disable_loss_parallel`` the last layer gives whole logits, else
             class-sharded DTensors. Default: that of the surrounding train context.
+        sequence_parallel: for ``"auto"``: shard the activations between the shared layers over the sequence
+            (dim 1), as DTensors.
 
     Returns:
         ``module``, changed in place. :func:`sharding_report` tells what was done.
@@ -72,7 +75,7 @@ def parallelize_module(
     try:
         if not get_module_backend().is_module(module):
             raise TypeError(f"parallelize_module takes a module, found {type(module).__name__}")
-        planned = plan_model(module, mesh, _as_mapping(module, parallelize_plan, config))
+        planned = plan_model(module, mesh, _as_mapping(module, parallelize_plan, config, sequence_parallel))
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
     raise_together(error, planned.report.shared_view if planned else "", group, _like(module))
@@ -96,10 +99,15 @@ def sharding_report(module: Module) -> PlanReport:
 
 
 def _as_mapping(
-    module: Module, plan: str | ParallelStyle | Mapping[str, str | ParallelStyle], config: ParallelismConfig | None
+    module: Module,
+    plan: str | ParallelStyle | Mapping[str, str | ParallelStyle],
+    config: ParallelismConfig | None,
+    sequence_parallel: bool,
 ) -> Mapping[str, str | ParallelStyle]:
     if plan == "auto":
-        return auto_plan(module, config or current_state().config)
+        return auto_plan(module, config or current_state().config, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        raise ParallelPlanError("sequence_parallel goes with the plan 'auto'; other plans say it in their layouts")
     if isinstance(plan, ParallelStyle):
         return {"": plan}
     if isinstance(plan, Mapping):

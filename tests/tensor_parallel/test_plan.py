@@ -267,7 +267,7 @@ def test_a_users_loader_kind_in_a_plan() -> None:
     assert run_distributed(fifth_kind, world_size=2) == [(5, 4)] * 2
 
 
-def own_llama(tied: bool) -> tuple[float, float, str]:
+def own_llama(tied: bool, sequence_parallel: bool) -> tuple[float, float, str]:
     """The library's own Llama, which brings no plan and whose attention has no config."""
     import torch
     import torch.nn.functional as F
@@ -299,7 +299,7 @@ def own_llama(tied: bool) -> tuple[float, float, str]:
     ids = tokens()
     expected = F.cross_entropy(reference(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
     expected.backward()
-    parallelize_module(model, tp_mesh())
+    parallelize_module(model, tp_mesh(), sequence_parallel=sequence_parallel)
     with loss_parallel():
         loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
         loss.backward()
@@ -309,6 +309,7 @@ def own_llama(tied: bool) -> tuple[float, float, str]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_own_llama(tied: bool, world_size: int) -> None:
-    for loss, gradient, where in run_distributed(own_llama, tied, world_size=world_size):
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_own_llama(tied: bool, sequence_parallel: bool, world_size: int) -> None:
+    for loss, gradient, where in run_distributed(own_llama, tied, sequence_parallel, world_size=world_size):
         assert loss < 1e-6 and gradient < 1e-5, where

@@ -12,21 +12,26 @@ from tests.tensor_parallel.small_models import KINDS, VOCAB, build, gradient_err
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.platform("torch")
+LENGTH = 9  # not divisible
 TOLERANCE = 1e-5  # transformers computes the loss in fp32
 
 
-def step(kind: str, options: dict[str, Any], plan: Any, disable_loss_parallel: bool) -> dict[str, Any]:
+def step(
+    kind: str, options: dict[str, Any], plan: Any, disable_loss_parallel: bool, sequence_parallel: bool
+) -> dict[str, Any]:
     from hyper_parallel import DTensor, ParallelismConfig, loss_parallel
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from tests.tensor_parallel.torch_workers import count_collectives, tp_mesh
 
-    reference, model, ids = build(kind, **options), build(kind, **options), tokens()
+    reference, model = build(kind, **options), build(kind, **options)
+    ids = tokens(length=LENGTH)
     expected = reference(ids, labels=ids).loss
     expected.backward()
     classes = {name: type(m).__name__ for name, m in model.named_modules()}
     plan = getattr(model, plan) if plan.startswith("_") else plan
     config = ParallelismConfig(disable_loss_parallel=disable_loss_parallel)
-    assert parallelize_module(model, tp_mesh(), plan, config=config) is model
+    shared = parallelize_module(model, tp_mesh(), plan, config=config, sequence_parallel=sequence_parallel)
+    assert shared is model
     with count_collectives() as forward:
         with loss_parallel():
             out = model(ids, labels=ids)
@@ -46,13 +51,19 @@ def step(kind: str, options: dict[str, Any], plan: Any, disable_loss_parallel: b
 
 
 def check(
-    kind: str, world_size: int, *, plan: str = "auto", whole_logits: bool = False, **options: Any
+    kind: str,
+    world_size: int,
+    *,
+    plan: str = "auto",
+    whole_logits: bool = False,
+    sequence: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    found = run_distributed(step, kind, options, plan, whole_logits, world_size=world_size, timeout=120.0)
+    found = run_distributed(step, kind, options, plan, whole_logits, sequence, world_size=world_size, timeout=120.0)
     for result in found:
         assert result["loss"] < TOLERANCE
         assert result["gradient"][0] < TOLERANCE, result["gradient"]
-        assert result["logits"] == (2, 10, VOCAB)
+        assert result["logits"] == (2, LENGTH, VOCAB)
         assert result["tied"] == options.get("tied", False)
     return found
 
@@ -64,6 +75,17 @@ def check(
 def test_auto_plan(kind: str, world_size: int, tied: bool) -> None:
     for result in check(kind, world_size, tied=tied):
         assert result["sharded logits"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequence_parallel(kind: str, world_size: int, tied: bool) -> None:
+    """Attention and MLP gather once and reduce-scatter once a layer, forward and backward; no activation is summed."""
+    for result in check(kind, world_size, sequence=True, tied=tied):
+        assert result["sharded logits"]
+        assert result["forward"].get("all_reduce", 0) == 0
+        assert result["forward"]["reduce_scatter"] == 2 * 2 + 1
 
 
 @pytest.mark.contract("C5", "C1")
