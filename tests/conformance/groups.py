@@ -41,8 +41,7 @@ OUR_ENTRIES = {
 """Those that take the library's own DTensors."""
 
 NATIVE_ENTRIES = {
-    platform: tuple(entry for entry in entries if entry.startswith("native"))
-    for platform, entries in ENTRIES.items()
+    platform: tuple(entry for entry in entries if entry.startswith("native")) for platform, entries in ENTRIES.items()
 }
 """Those that take the framework's own distributed tensors, where it has any."""
 
@@ -62,7 +61,7 @@ TARGET_DTYPES = {
 
 
 def on_groups(*sizes: int) -> pytest.MarkDecorator:
-    """Parametrise ``platform`` and ``world_size``: every platform, with ``sizes`` (default 1 to 4) where it has them."""
+    """Parametrise ``platform`` and ``world_size``: every platform, with those of ``sizes`` (1 to 4) that it has."""
     wanted = sizes or _USUAL_SIZES
     return pytest.mark.parametrize(
         ("platform", "world_size"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["assert_close", "dtype_name", "local_slices", "reference", "round_to"]
+__all__ = ["assert_close", "local_slices", "reference", "round_to"]
 
 
 def _load() -> ModuleType:

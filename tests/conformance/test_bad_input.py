@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.bad_calls import BAD_CALLS, run_bad_call
+from tests.conformance.bad_call_table import BAD_CALLS, run_bad_call
 from tests.conformance.cases import make_case
 from tests.conformance.groups import on_groups
 from tests.conformance.loss_calls import check

@@ -77,7 +77,7 @@ def test_native_tensors(platform: str, world_size: int, entry: str) -> None:
 @on_groups(4)
 @pytest.mark.parametrize(("reduction", "numbers"), [("none", 0), ("sum", 1), ("mean", 2)])
 def test_beside_data_parallel(platform: str, world_size: int, reduction: str, numbers: int) -> None:
-    """With tokens on dp a header goes along each mesh dim, and the sums (loss, and weight for mean) along dp at the end.
+    """With tokens on dp a header goes along each mesh dim, and the sums along dp at the end (loss; weight for mean).
 
     The backward of that reduction is the identity.
     """

@@ -12,7 +12,7 @@ from tests.conformance.cases import LossCase, expected_results, make_case
 from tests.conformance.groups import on_groups
 from tests.conformance.loss_calls import check, mesh_of, run_case
 from tests.conformance.oracle import assert_close
-from tests.harness import run_distributed, this_rank
+from tests.harness import run_distributed
 
 entries = pytest.mark.parametrize("entry", ["function", "decomposed"])
 
@@ -79,7 +79,10 @@ def test_root_of_strict(platform: str, world_size: int) -> None:
     lenient = {"loss_parallel_strict_mesh": False}
     check_gathered(platform, case.but(config=lenient))
     check_gathered(platform, case.but(config={"loss_parallel_strict_mesh": True}, context={"strict": False}))
-    for bad in (case.but(config=lenient, context={"strict": True}), case.but(config={"loss_parallel_strict_mesh": True})):
+    for bad in (
+        case.but(config=lenient, context={"strict": True}),
+        case.but(config={"loss_parallel_strict_mesh": True}),
+    ):
         for kind, _ in run_distributed(run_case, bad, platform=platform, world_size=world_size, expect_error=True):
             assert kind == "LossParallelLayoutError"
 
@@ -211,7 +214,9 @@ def disabled_is_inactive() -> None:
 def test_replicated_logits(platform: str, world_size: int, context: dict | None, target_as: str) -> None:
     """Case 40: where nothing is sharded the loss is the plain one, with plain labels too, in and out of the context."""
     for entry in ("function", "module", "decomposed"):
-        case = make_case(world_size, (4, 7), shards=(None,), context=context, target_as=target_as, entry=entry, ignored=[1])
+        case = make_case(
+            world_size, (4, 7), shards=(None,), context=context, target_as=target_as, entry=entry, ignored=[1]
+        )
         single = platform == "mindspore" and entry == "module"  # takes no weights in float64
         check(platform, case.but(weight=np.linspace(0.5, 2.0, 7), dtype="float32" if single else "float64"))
 

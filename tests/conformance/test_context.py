@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.adapters import this_adapter
 from tests.conformance.cases import LossCase, expected_results, make_case
 from tests.conformance.groups import ENTRIES, on_groups, on_offers
 from tests.conformance.loss_calls import (

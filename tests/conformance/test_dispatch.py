@@ -61,7 +61,7 @@ def order(entry: str) -> None:
 @pytest.mark.contract("I4")
 @on_groups(2)
 def test_cache_keys(platform: str, world_size: int) -> None:
-    """The same operator on the same layouts in the context, out of it, and with other strictness: entries of its own."""
+    """The same call in the context, out of it, and with other strictness: entries of its own."""
     run_distributed(cache_keys, platform=platform, world_size=world_size)
 
 

@@ -66,9 +66,7 @@ def test_loss_and_gradient(platform: str, world_size: int, section: str, reducti
     ("key", "weighted", "reduction"),
     [("dp2_mean", False, "mean"), ("dp2_weighted_mean", True, "mean"), ("dp2_sum", False, "sum")],
 )
-def test_two_data_parallel_ranks(
-    platform: str, world_size: int, key: str, weighted: bool, reduction: str
-) -> None:
+def test_two_data_parallel_ranks(platform: str, world_size: int, key: str, weighted: bool, reduction: str) -> None:
     """Cases 3, 4, 5, 30: tokens with unequal valid counts on two dp ranks; every rank shows the global value."""
     case = golden_case((2, world_size // 2), weighted=weighted, reduction=reduction)
     for result in check(platform, case):

@@ -13,7 +13,7 @@ from tests.conformance.groups import on_groups
 
 _ROOT = Path(__file__).parents[2]
 
-_SCRIPT = '''
+_SCRIPT = """
 import itertools, sys
 
 FORMS = [
@@ -65,7 +65,7 @@ assert list(parameters) == ["mesh", "strict"], parameters
 assert sorted(set(hyper_parallel.__all__) - set(dir(hyper_parallel))) == []
 for name in hyper_parallel.__all__:
     getattr(hyper_parallel, name)
-'''
+"""
 
 
 @pytest.mark.contract("L1", "G3", "E1", "E2")

@@ -38,7 +38,9 @@ def test_two_dims(
     weighted: bool,
 ) -> None:
     """Cases 3, 4, 5, 30: unequal numbers of valid tokens; a replicated dim counts once; every rank shows the value."""
-    case = make_case(world_size, (6, 7), mesh=mesh, shards=shards, reduction=reduction, weighted=weighted, ignored=[0, 1])
+    case = make_case(
+        world_size, (6, 7), mesh=mesh, shards=shards, reduction=reduction, weighted=weighted, ignored=[0, 1]
+    )
     check(platform, case)
     check(platform, case.but(entry="decomposed"))
 
@@ -68,11 +70,11 @@ def test_targets(platform: str, world_size: int, target_as: str) -> None:
 @on_groups(4)
 @pytest.mark.parametrize("ignored", [(0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8))], ids=["first", "second", "all"])
 @reductions
-def test_ranks_without_a_valid_token(
-    platform: str, world_size: int, ignored: tuple[int, ...], reduction: str
-) -> None:
+def test_ranks_without_a_valid_token(platform: str, world_size: int, ignored: tuple[int, ...], reduction: str) -> None:
     """Case 6: all tokens of one dp rank, or of all, are ignored."""
-    case = make_case(world_size, (8, 5), mesh=(2, 2), shards=(0, 1), ignored=ignored, reduction=reduction, weighted=True)
+    case = make_case(
+        world_size, (8, 5), mesh=(2, 2), shards=(0, 1), ignored=ignored, reduction=reduction, weighted=True
+    )
     check(platform, case)
 
 
@@ -93,7 +95,9 @@ def test_two_token_dims_on_two_mesh_dims(platform: str, world_size: int, reducti
     """Case 32: batch on dp, sequence on cp, no class parallelism; and cp with tp."""
     shape = (3, 5, 4)  # N, C, S
     for mesh, shards in (((2, 2, 1), (0, 2, 1)), ((1, 2, 2), (0, 2, 1)), ((2, 1, 2), (0, 2, 1))):
-        case = make_case(world_size, shape, mesh=mesh, shards=shards, reduction=reduction, weighted=True, ignored=[0, 5, 6])
+        case = make_case(
+            world_size, shape, mesh=mesh, shards=shards, reduction=reduction, weighted=True, ignored=[0, 5, 6]
+        )
         check(platform, case.but(target_as="local"))
         check(platform, case)
 
@@ -115,7 +119,9 @@ def test_three_dims(platform: str, world_size: int, reduction: str) -> None:
 @on_groups(4)
 def test_one_token_dim_on_two_mesh_dims(platform: str, world_size: int) -> None:
     """Flattened tokens, cut by dp and again by cp."""
-    case = make_case(world_size, (7, 5), mesh=(2, 2), shards=(0, 0), mesh_names=("dp", "cp"), weighted=True, ignored=[6])
+    case = make_case(
+        world_size, (7, 5), mesh=(2, 2), shards=(0, 0), mesh_names=("dp", "cp"), weighted=True, ignored=[6]
+    )
     for reduction in REDUCTIONS:
         upstream = np.linspace(0.5, 1.0, 7) if reduction == "none" else 2.0
         # Nothing shards the classes: what is computed is the plain loss, its reduction over the whole mesh.

@@ -16,7 +16,7 @@ reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 @on_offers(ENTRIES, "entry")
 @reductions
 def test_reduction(platform: str, world_size: int, entry: str, reduction: str) -> None:
-    """Cases 16, 44: loss and gradient are the same at every degree, multiplied by nothing; the logits stay as they were."""
+    """Cases 16, 44: loss and gradient are the same at every degree; the logits stay as they were."""
     check(platform, make_case(world_size, entry=entry, reduction=reduction))
 
 
@@ -77,9 +77,7 @@ def test_unsigned_target_with_its_own_ignore_index(platform: str, world_size: in
     ("size_average", "reduce"),
     [(a, r) for a in (None, True, False) for r in (None, True, False) if (a, r) != (None, None)],
 )
-def test_deprecated_arguments(
-    platform: str, world_size: int, size_average: bool | None, reduce: bool | None
-) -> None:
+def test_deprecated_arguments(platform: str, world_size: int, size_average: bool | None, reduce: bool | None) -> None:
     """``size_average`` and ``reduce`` override ``reduction``, with PyTorch's meaning."""
     if platform == "mindspore":
         pytest.skip("MindSpore's functions have no such arguments")

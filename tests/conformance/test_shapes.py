@@ -22,9 +22,7 @@ entries = pytest.mark.parametrize("entry", ["function", "decomposed"])
 @reductions
 @entries
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (5, 7), (3, 7, 4), (2, 7, 3, 5), (2, 7, 2, 1, 3)], ids=str)
-def test_shapes(
-    platform: str, world_size: int, shape: tuple[int, ...], reduction: str, entry: str
-) -> None:
+def test_shapes(platform: str, world_size: int, shape: tuple[int, ...], reduction: str, entry: str) -> None:
     """1-D logits, no token dim but N, and further dims, whose gradient keeps its order."""
     tokens = int(np.prod(shape)) // 7
     ignored = [1] if tokens > 1 else []
@@ -62,9 +60,7 @@ def test_vocabulary_32003(platform: str, world_size: int) -> None:
 @reductions
 @entries
 @pytest.mark.parametrize("shape", [(0, 7), (0, 7, 3), (3, 7, 0)], ids=str)
-def test_no_tokens(
-    platform: str, world_size: int, shape: tuple[int, ...], reduction: str, entry: str
-) -> None:
+def test_no_tokens(platform: str, world_size: int, shape: tuple[int, ...], reduction: str, entry: str) -> None:
     """N = 0: sum is 0, mean NaN, as in PyTorch; backward gives an empty gradient."""
     for result in check(platform, make_case(world_size, shape, reduction=reduction, entry=entry)):
         if reduction == "mean":
@@ -78,9 +74,7 @@ def test_no_tokens(
 @reductions
 @entries
 @pytest.mark.parametrize("weighted", [False, True])
-def test_all_tokens_ignored(
-    platform: str, world_size: int, reduction: str, entry: str, weighted: bool
-) -> None:
+def test_all_tokens_ignored(platform: str, world_size: int, reduction: str, entry: str, weighted: bool) -> None:
     """Case 6: mean is NaN and sum 0 as in PyTorch, the gradient 0, and the loss is attached to the graph."""
     case = make_case(world_size, (3, 7), reduction=reduction, weighted=weighted, ignored=[0, 1, 2], entry=entry)
     for result in check(platform, case):

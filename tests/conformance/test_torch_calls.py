@@ -50,7 +50,9 @@ def positions_and_keywords() -> None:
             lambda: F.nll_loss(F.log_softmax(logits, -1, 3, None), target, weight, reduction="sum"),
             lambda: F.nll_loss(torch.log_softmax(logits, dim=1), target, weight, reduction="sum"),
             lambda: F.nll_loss(logits.log_softmax(-1), target, weight, reduction="sum"),
-            lambda: F.nll_loss(input=F.log_softmax(input=logits, dim=-1), target=target, weight=weight, reduction="sum"),
+            lambda: F.nll_loss(
+                input=F.log_softmax(input=logits, dim=-1), target=target, weight=weight, reduction="sum"
+            ),
             lambda: F.nll_loss(torch.special.log_softmax(logits, 1), target, weight, reduction="sum"),
             lambda: torch.nn.CrossEntropyLoss(weight, reduction="sum")(logits, target),
             lambda: torch.nn.NLLLoss(weight, reduction="sum")(torch.nn.LogSoftmax(1)(logits), target),
@@ -63,7 +65,7 @@ def positions_and_keywords() -> None:
 @pytest.mark.contract("K1")
 @on_torch
 def test_dtype_of_log_softmax(platform: str, world_size: int) -> None:
-    """``dtype=`` as in PyTorch: the result has it, the gradient the logits' dtype, whose precision is all that is lost."""
+    """``dtype=`` as in PyTorch: the result has it, the gradient has the logits' dtype."""
     run_distributed(dtype_of_log_softmax, platform=platform, world_size=world_size)
 
 
@@ -90,7 +92,7 @@ def dtype_of_log_softmax() -> None:
 @pytest.mark.contract("G1")
 @on_torch
 def test_leaf_dtensors(platform: str, world_size: int) -> None:
-    """Logits that are a leaf themselves get a DTensor as gradient; ``distribute_tensor`` gives a whole gradient back."""
+    """A leaf DTensor gets a DTensor as gradient; ``distribute_tensor`` gives a whole gradient back."""
     run_distributed(leaf_dtensors, platform=platform, world_size=world_size)
 
 

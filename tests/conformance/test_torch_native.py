@@ -130,7 +130,9 @@ def copied_context() -> None:
     found: list[Any] = []
     with loss_parallel():
         copy = contextvars.copy_context()
-        thread = threading.Thread(target=copy.run, args=(lambda: found.append(_value(F.cross_entropy(logits, target))),))
+        thread = threading.Thread(
+            target=copy.run, args=(lambda: found.append(_value(F.cross_entropy(logits, target))),)
+        )
         thread.start()
         thread.join()
     assert abs(found[0] - expected.item()) < 1e-5, (found, expected)

@@ -53,9 +53,7 @@ class Adapter(ABC):
         """NumPy's name of the dtype."""
 
     @abstractmethod
-    def value_and_grad(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, upstream: Any = 1.0
-    ) -> Differentiated:
+    def value_and_grad(self, function: Callable[[Tensor], Tensor], x: Tensor, upstream: Any = 1.0) -> Differentiated:
         """``function(x)`` (plain to plain), and the gradient of ``sum(upstream * function(x))``.
 
         The backward pass runs after ``function`` has returned.

@@ -50,9 +50,7 @@ class MindSporeAdapter(Adapter):
     def dtype(self, x: Tensor) -> str:
         return str(x.dtype).lower()
 
-    def value_and_grad(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, upstream: Any = 1.0
-    ) -> Differentiated:
+    def value_and_grad(self, function: Callable[[Tensor], Tensor], x: Tensor, upstream: Any = 1.0) -> Differentiated:
         platform = get_platform()
         values: list[Tensor] = []
 

@@ -1,0 +1,114 @@
+"""Ranks that see a call of the loss differently, and what is wrong on a mesh of two dims."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.conformance.bad_calls import (
+    CLASSES,
+    LAYOUT,
+    TOKENS,
+    UNSUPPORTED,
+    BadCall,
+    changes,
+    on_last,
+    with_options,
+)
+from tests.harness import this_rank
+
+__all__ = ["DISAGREEMENTS", "TWO_DIMS"]
+
+DISAGREEMENTS = {
+    "reduction": BadCall(
+        on_last(with_options(reduction="sum")), LAYOUT, ("disagree", "reduction='mean'", "reduction='sum'")
+    ),
+    "reduction that one rank misspells": BadCall(
+        on_last(with_options(reduction="average")), "ValueError", ("average",)
+    ),
+    "ignore_index": BadCall(
+        on_last(with_options(ignore_index=-1)), LAYOUT, ("disagree", "ignore_index=-100", "ignore_index=-1")
+    ),
+    "target values": BadCall(
+        on_last(changes(target=lambda c: c.integers([0, 1, 2, 4]))),
+        LAYOUT,
+        ("the target differs between ranks", "rank"),
+    ),
+    "target order": BadCall(
+        on_last(changes(target=lambda c: c.integers([1, 0, 2, 3]))), LAYOUT, ("the target differs between ranks",)
+    ),
+    "number of tokens": BadCall(
+        on_last(changes(shape=(TOKENS + 1, CLASSES))), LAYOUT, ("disagree", "(4, 8)", "(5, 8)")
+    ),
+    "number of classes": BadCall(on_last(changes(shape=(TOKENS, 12))), LAYOUT, ("disagree", "(4, 8)", "(4, 12)")),
+    "dtype": BadCall(on_last(changes(dtype="float64")), LAYOUT, ("disagree", "float32 logits", "float64 logits")),
+    "one rank replicated": BadCall(on_last(changes(shards=(None,))), LAYOUT, ("disagree", "S(1)@tp", "R@tp")),
+    "all ranks but one replicated": BadCall(
+        lambda c: None if c.last else setattr(c, "shards", (None,)), LAYOUT, ("disagree", "S(1)@tp", "R@tp")
+    ),
+    "one rank with another dim sharded": BadCall(
+        on_last(changes(shards=(0,))), LAYOUT, ("S(0)@tp", "expected Shard(1) (the class dim)")
+    ),
+    "weight on one rank": BadCall(
+        on_last(with_options(weight=lambda c: c.floats(CLASSES))), LAYOUT, ("disagree", "weight")
+    ),
+    "weight values": BadCall(
+        with_options(weight=lambda c: c.adapter.tensor(np.full(CLASSES, 1.0 + c.last), "float32")),
+        LAYOUT,
+        ("disagree", "weight checksum"),
+    ),
+    "operator": BadCall(on_last(changes(entry="nll_of_logits")), LAYOUT, ("disagree", "cross_entropy", "nll_loss")),
+    "label smoothing on one rank": BadCall(
+        on_last(with_options(label_smoothing=0.1)), UNSUPPORTED, ("label_smoothing=0.1", "expected 0.0")
+    ),
+    "target out of range on one rank": BadCall(
+        on_last(changes(target=lambda c: c.integers([0, 1, 2, 8]))), "IndexError", ("Target 8 is out of bounds",)
+    ),
+    "float target on one rank": BadCall(
+        on_last(changes(target=lambda c: c.floats(TOKENS))), UNSUPPORTED, ("float32", "expected class indices")
+    ),
+    "longer target on one rank": BadCall(
+        on_last(changes(target=lambda c: c.integers(np.zeros(5)))), LAYOUT, ("(5,)", "expected (4,)")
+    ),
+    "longer weight on one rank": BadCall(
+        with_options(weight=lambda c: c.floats(CLASSES + c.last)), LAYOUT, ("(9,)", "expected (8,)")
+    ),
+    "strictness": BadCall(
+        lambda c: changes(shards=(0,), context={"strict": c.last})(c), LAYOUT, ("S(0)@tp", "expected Shard(1)")
+    ),
+}
+
+TWO_DIMS = {
+    "classes on both": BadCall(
+        changes(shards=(1, 1)), LAYOUT, ("S(1)@dp, S(1)@tp", "on exactly one mesh dim", "found it on 2"), mesh=(2, 2)
+    ),
+    "classes on none": BadCall(
+        changes(shards=(0, None)), LAYOUT, ("S(0)@dp, R@tp", "on exactly one mesh dim", "found it on 0"), mesh=(2, 2)
+    ),
+    "wrong explicit mesh": BadCall(
+        changes(context=lambda c: {"mesh": c.mesh["dp"]}),
+        LAYOUT,
+        ("(tp)", "mesh (dp=2) given to loss_parallel()"),
+        mesh=(2, 2),
+    ),
+    "bad target in one dp part": BadCall(
+        changes(target=lambda c: c.integers([0, 1, 2, 8])), "IndexError", ("Target 8 is out of bounds",), mesh=(2, 2)
+    ),
+    "bad target on one rank": BadCall(
+        on_last(changes(target=lambda c: c.integers([0, 1, 2, 8]))), "IndexError", ("Target 8 is",), mesh=(2, 2)
+    ),
+    "reduction of one rank": BadCall(
+        on_last(with_options(reduction="sum")), LAYOUT, ("disagree", "reduction='sum'"), mesh=(2, 2)
+    ),
+    "one rank replicated": BadCall(
+        on_last(changes(shards=(None, None))), LAYOUT, ("disagree", "S(0)@dp, S(1)@tp", "R@dp, R@tp"), mesh=(2, 2)
+    ),
+    "target of one dp line": BadCall(
+        changes(shards=(None, 1), target=lambda c: c.integers([0, 1, 2, 3 + (this_rank() >= 2)])),
+        LAYOUT,
+        ("the target differs between ranks",),
+        mesh=(2, 2),
+    ),
+    "local target of the wrong size": BadCall(
+        changes(target=lambda c: c.integers(np.zeros(3))), LAYOUT, ("(3,)", "expected (4,), or (2,)"), mesh=(2, 2)
+    ),
+}
