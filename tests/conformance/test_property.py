@@ -66,6 +66,8 @@ def calls(draw: st.DrawFn, platform: str, world_size: int) -> LossCase:
         entry = draw(st.sampled_from(ours))
     else:  # the decomposed loss rounds the log-probabilities to half precision in between, as its user asked for
         entry = draw(st.sampled_from([entry for entry in ours if not entry.startswith("decomposed")]))
+    if platform == "mindspore" and entry == "module" and dtype in ("float64", "bfloat16"):
+        entry = "function"  # nn.CrossEntropyLoss itself refuses these dtypes
     masked = draw(st.lists(st.integers(0, classes - 1), max_size=classes - 1, unique=True))
     if masked and tokens:
         logits = case.logits.copy()

@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
-from hyper_parallel.platform.mindspore import _empty
+from hyper_parallel.platform.mindspore import _cpu_kernels
 from hyper_parallel.platform.mindspore.interop import install_routes
 from hyper_parallel.platform.mindspore.op_names import NamedCall, get_op_name, unpack
 
@@ -235,8 +235,8 @@ def call_local(op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     name = get_op_name(op_call)
     local_args = [_localize(a) for a in args]
     local_kwargs = {key: _localize(value) for key, value in kwargs.items()}
-    if _empty.needs_care(name, local_args):
-        return _empty.run(name, op_call, local_args, local_kwargs)
+    if _cpu_kernels.needs_care(name, local_args):
+        return _cpu_kernels.run(name, op_call, local_args, local_kwargs)
     return op_call(*local_args, **local_kwargs)
 
 

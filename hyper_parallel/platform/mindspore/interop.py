@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import mindspore
 from mindspore import nn
 from mindspore.graph import api as graph_api
 from mindspore.ops import primitive as primitive_module
@@ -30,13 +31,14 @@ def install_routes(base: type) -> None:
     - Older primitives with a list of tensors (``ops.stack``, ``ops.addn``) reach the dispatcher.
     - Graph mode and ``Tensor(dtensor)`` are refused.
     """
-    for name, function in (
-        ("cross_entropy", nn_func.cross_entropy),
-        ("cross_entropy", nn_func.cross_entropy_ext),
-        ("nll_loss", nn_func.nll_loss),
-        ("nll_loss", nn_func.nll_loss_ext),
+    for name, function, newer in (
+        ("cross_entropy", nn_func.cross_entropy, nn_func.cross_entropy_ext),
+        ("nll_loss", nn_func.nll_loss, nn_func.nll_loss_ext),
     ):
         route(function, _dispatch_as(name, base))
+        # the newer ones have no CPU kernels; on replicated DTensors the older ones compute the same there
+        on_cpu = function if mindspore.get_context("device_target") == "CPU" else None
+        route(newer, _dispatch_as(name, base, on_cpu))
     route(primitive_module._run_op, _dispatch_lists(base))
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
         route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()"))
@@ -44,13 +46,16 @@ def install_routes(base: type) -> None:
     route(tensor_module._init, _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"))
 
 
-def _dispatch_as(name: str, base: type) -> Handler:
-    """A call with a DTensor among its arguments goes to the dispatcher as operator ``name``."""
+def _dispatch_as(name: str, base: type, instead: Callable[..., Any] | None = None) -> Handler:
+    """A call with a DTensor among its arguments goes to the dispatcher as operator ``name``.
+
+    ``instead``: what computes it there on local tensors, when not the function itself.
+    """
 
     def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for x in (*args, *kwargs.values()):
             if isinstance(x, base):
-                return type(x)._dispatch(NamedCall(name, original), args, kwargs)  # type: ignore[attr-defined]
+                return type(x)._dispatch(NamedCall(name, instead or original), args, kwargs)  # type: ignore[attr-defined]
         return original(*args, **kwargs)
 
     return handler

@@ -34,7 +34,6 @@ def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
     Raises:
         TypeError: arguments that the function does not take.
-        ValueError: an unknown reduction.
     """
     named = {_SAME.get(name, name): value for name, value in kwargs.items()}
     if kind == "log_softmax":
@@ -49,10 +48,7 @@ def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return LossArguments(kind, a["input"], dim=dim, dtype=_as_dtype(dtype))
     values = _LOSS.bind(*args, **named)
     values.apply_defaults()
-    a = values.arguments
-    if a["reduction"] not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', found {a['reduction']!r}")
-    return LossArguments(kind, **a)
+    return LossArguments(kind, **values.arguments)
 
 
 def _as_dtype(dtype: Any) -> Any:

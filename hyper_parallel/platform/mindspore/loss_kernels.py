@@ -43,7 +43,7 @@ class LossState:
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
         lse: per token; only with z-loss.
-        weight: the weights of this rank's classes, or None.
+        weight: the caller's weights of all classes, or None.
         smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
     """
 
@@ -136,13 +136,12 @@ class MindSporeLossKernels(LossKernels):
             labels = route.integers(target)
             smoothing = options.label_smoothing
             weights = None if weight is None else route.cast(route.enter(weight), dtype)
-            own_weights = None if weights is None else weights[shard.start : shard.stop]
             index, token_weight = self._place_targets(labels, shard, weights, options.ignore_index, dtype)
             kept = index != IGNORED
             class_weight = None
             if smoothing:
                 ones = route.full(shard.stop - shard.start, 1.0, dtype)
-                class_weight = ones if own_weights is None else own_weights
+                class_weight = ones if weights is None else weights[shard.start : shard.stop]
             maximum, sum_exp, shortfall = route.row_statistics(x, dim, kept, class_weight)
             local = ShardStatistics(
                 maximum,
@@ -173,7 +172,8 @@ class MindSporeLossKernels(LossKernels):
             outside = kept & ((labels < 0) | (labels >= shard.num_classes))
             loss = self._masked(loss, kept, outside, dtype)  # unvalidated: let it be seen
             slope = self._masked(slope * scale, kept, outside, dtype)
-            state = LossState(slope, index, nll, lse, own_weights, uniform, shard, options)
+            kept_weight = None if weight is None else route.enter(weight)
+            state = LossState(slope, index, nll, lse, kept_weight, uniform, shard, options)
             return (
                 route.leave(loss.reshape(target.shape)),
                 route.leave(token_weight.reshape(target.shape)),
@@ -192,8 +192,12 @@ class MindSporeLossKernels(LossKernels):
             shift = None
             if state.smoothing is not None:
                 shift = upstream * (state.options.label_smoothing / max(state.shard.num_classes, 1))
-            grad = route.gradient(x, dim, upstream * state.slope, shift, state.weight, state.options.inplace)
-            grad = route.put_at_index(grad, dim, state.target_index, upstream * self._target_slope(state))
+            weight = None
+            if state.weight is not None:
+                weight = route.cast(state.weight[state.shard.start : state.shard.stop], dtype)
+            grad = route.gradient(x, dim, upstream * state.slope, shift, weight, state.options.inplace)
+            at_target = upstream * self._target_slope(state, weight)
+            grad = route.put_at_index(grad, dim, state.target_index, at_target)
             return local_logits if grad is x else route.leave(grad)
 
     def log_softmax_backward(
@@ -241,7 +245,7 @@ class MindSporeLossKernels(LossKernels):
             x = route.where(outside, math.nan, x)
         return route.cast(x, dtype)
 
-    def _target_slope(self, state: LossState) -> Vector:
+    def _target_slope(self, state: LossState, weight: Vector | None) -> Vector:
         """Per token, where the target's class is here, ``A p_y - B - e/V w_y``.
 
         Computed as ``B (p_y - 1) + (A - B) p_y - e/V w_y``: ``p_y - 1`` comes from nll without cancelling where p_y is
@@ -250,9 +254,9 @@ class MindSporeLossKernels(LossKernels):
         route, options = self.route, state.options
         smoothing = options.label_smoothing
         target_weight: Any = 1.0
-        if state.weight is not None and state.shard.stop > state.shard.start:
+        if weight is not None and state.shard.stop > state.shard.start:
             last = state.shard.stop - state.shard.start - 1
-            target_weight = route.take(state.weight, route.clip(state.target_index, 0, last))
+            target_weight = route.take(weight, route.clip(state.target_index, 0, last))
         slope = (1.0 - smoothing) * target_weight * route.expm1(-state.nll)
         if state.smoothing is not None:
             slope = slope + state.smoothing * route.exp(-state.nll)

@@ -16,11 +16,18 @@ from hyper_parallel.platform.mindspore import random
 
 __all__ = ["LOCAL_OP_NAMES", "LOSS_OP_NAMES", "NamedCall", "get_op_name", "unpack"]
 
-_SAME = {"Size": "numel", "Tile": "tile"}
+_SAME = {
+    "Size": "numel",
+    "Tile": "tile",
+    "cross_entropy_ext": "cross_entropy",
+    "log_softmax_ext": "log_softmax",
+    "nll_loss_ext": "nll_loss",
+}
 
 LOSS_OP_NAMES = {
     "cross_entropy": "cross_entropy",
     "nll_loss": "nll_loss",
+    "log_softmax": "log_softmax",
     "LogSoftmax": "log_softmax",
     "LogSoftmaxExt": "log_softmax",
 }
