@@ -115,8 +115,9 @@ class LlamaModel(nn.Module):
     def _rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         key = (length, like.device, like.dtype)
         if key not in self._tables:
-            cos, sin = rope_tables(self.config, length)
-            self._tables[key] = (torch.from_numpy(cos).to(like), torch.from_numpy(sin).to(like))
+            cos, sin = (torch.from_numpy(table) for table in rope_tables(self.config, length))
+            # not .to(like): the tables are whole, whatever becomes of the activations
+            self._tables[key] = (cos.to(like.device, like.dtype), sin.to(like.device, like.dtype))
         return self._tables[key]
 
 
