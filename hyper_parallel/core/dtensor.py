@@ -183,7 +183,7 @@ dispatcher.dtensor_class = DTensor
 
 @_opaque
 def distribute_tensor(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """Cut a tensor that every rank holds whole. Each rank keeps its own part; no collective forward.
+    """Cut a tensor that every rank holds whole. Each rank keeps a copy of its own part; no collective forward.
 
     Differentiable: the gradient of ``tensor`` is whole on every rank (all-gather in backward).
 
@@ -201,8 +201,8 @@ def distribute_tensor(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     shape = platform.shape(tensor)
     whole = Layout(mesh, [Replicate()] * mesh.ndim, shape)
     target = whole.replace(placements)
-    local = redistribute_local(tensor, whole, target)
-    result: DTensor = platform.as_dtensor(DTensor, local, target)
+    local = platform.clone(redistribute_local(tensor, whole, target))  # a view would keep the whole alive
+    result: DTensor = platform.as_dtensor(DTensor, local, target, fresh=True)
     return result
 
 

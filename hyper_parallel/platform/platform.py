@@ -217,6 +217,10 @@ class Platform(ABC):
         """The same values outside the graph."""
 
     @abstractmethod
+    def clone(self, x: Tensor) -> Tensor:
+        """A copy in memory of its own, contiguous, on the graph."""
+
+    @abstractmethod
     def copy_leaf(self, x: Tensor) -> Tensor:
         """A copy outside the graph that requires a gradient where ``x`` does."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tests.core.op_checks import Case
+from tests.core.op_checks import Case, check, mesh_of
 
 # fmt: off
 ELEMENTWISE = {
@@ -201,3 +201,9 @@ ALL = {"elementwise": ELEMENTWISE, "reductions": REDUCTIONS, "matmul": MATMUL, "
 def _set(x: torch.Tensor, index: object, value: object) -> torch.Tensor:
     x[index] = value
     return x
+
+
+def check_theme(theme: str, mesh_shape: tuple[int, ...]) -> dict[str, dict[str, int]]:
+    """Every case of a theme; by case, how many combinations were right and how many refused."""
+    mesh = mesh_of(mesh_shape)
+    return {name: dict(check(case, name, mesh)) for name, case in ALL[theme].items()}

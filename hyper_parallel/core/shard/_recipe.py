@@ -89,7 +89,9 @@ class Recipe:
             result = self._run(op_call, *local_args, **{k: _localize(v) for k, v in kwargs.items()})
         else:
             result = self._platform.call_local(op_call, args, kwargs)
-        return first if self._inplace else self._wrap(result, tensors, check)
+        if self._inplace or result is NotImplemented:  # the latter: Python asks the other operand next
+            return result if result is NotImplemented else first
+        return self._wrap(result, tensors, check)
 
 
 def is_inplace(name: str) -> bool:

@@ -57,6 +57,8 @@ def host_value(op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     layout: Layout = x._layout
     platform = get_platform()
     name = platform.get_op_name(op_call)
+    if name == "__format__" and layout.shape:  # text, as str() gives it
+        return object.__format__(x, *args[1:])
     if any(p.is_shard() for p in layout.placements) and prod(layout.shape) != 1:
         raise UnsupportedOperatorError(
             f"{name}: no rank holds the values of {layout.describe()}; use full_tensor() (collective) or to_local()"

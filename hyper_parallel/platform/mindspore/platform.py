@@ -180,6 +180,9 @@ class MindSporePlatform(Platform):
     def detach(self, x: Any) -> Any:
         return ops.stop_gradient(x)
 
+    def clone(self, x: Any) -> Any:
+        return custom_grad.linear_map(x, lambda v: v.copy(), lambda g: g)
+
     def copy_leaf(self, x: Any) -> Any:
         return Tensor(dtensor.as_local(x).asnumpy())
 

@@ -133,7 +133,7 @@ def _autograd_grad(
     with local_mode():  # edges stand for tensors, which would lead here again
         edges = [torch.autograd.graph.get_gradient_edge(x) if isinstance(x, TensorBase) else x for x in inputs]
     seeds = None
-    if grad_outputs != (None,):
+    if len(grad_outputs) != 1 or grad_outputs[0] is not None:
         seeds = [
             _gradient_of(g, y._layout) if isinstance(y, TensorBase) else as_local(g)
             for g, y in zip(grad_outputs, outputs, strict=True)

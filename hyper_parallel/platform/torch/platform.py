@@ -167,6 +167,9 @@ class TorchPlatform(Platform):
     def detach(self, x: Any) -> Any:
         return x.detach()
 
+    def clone(self, x: Any) -> Any:
+        return x.clone(memory_format=torch.contiguous_format)
+
     def copy_leaf(self, x: Any) -> Any:
         return x.detach().clone().requires_grad_(x.requires_grad)
 
