@@ -18,6 +18,8 @@ __all__ = ["agree", "say_so_when_alone"]
 
 _TEXT_BYTES = 8192
 _WAIT_SECONDS = 10.0
+_NUMBERS = 2
+"""Every call sends as many, so that calls that do not belong together still meet in the same collective."""
 
 
 def agree(
@@ -25,7 +27,7 @@ def agree(
 ) -> np.ndarray:
     """Tell the other ranks how it went here.
 
-    Collectives: one all-gather of ``8 * (3 + len(numbers))`` bytes; one of texts when something is wrong.
+    Collectives: one all-gather of 40 bytes; one of texts when something is wrong.
 
     Args:
         error: what went wrong on this rank.
@@ -33,17 +35,17 @@ def agree(
         what: the step that all ranks must be at.
         group: the ranks.
         like: a tensor on the device that they communicate from.
-        numbers: to tell the others; as many on every rank.
+        numbers: up to two integers to tell the others.
 
     Returns:
-        ``[ranks, len(numbers)]``: everybody's numbers.
+        ``[ranks, 2]``: everybody's numbers, 0 where none was given.
 
     Raises:
         CheckpointError: the same on every rank, when any has an error, or when they are at different steps or see
             different things.
     """
     text = "\n".join(view) if error is None else str(error) or type(error).__name__
-    header = [error is not None, _digest(what), _digest(text), *numbers]
+    header = [error is not None, _digest(what), _digest(text), *numbers, *[0] * (_NUMBERS - len(numbers))]
     seen = _gather(np.array(header, np.int64), group, like)
     failed = seen[:, 0].astype(bool)
     if not failed.any() and (seen[:, :3] == seen[0, :3]).all():
