@@ -27,7 +27,8 @@ class State:
     mesh: DeviceMesh | None = None
 
 
-_state: ContextVar[State] = ContextVar("hyper_parallel_state", default=State())
+_DEFAULT = State()
+_state: ContextVar[State] = ContextVar("hyper_parallel_state", default=_DEFAULT)
 
 
 def current_state() -> State:

@@ -96,8 +96,8 @@ def _check_mesh(mesh: Any) -> DeviceMesh | None:
         checked = DeviceMesh.from_native(mesh)
     if checked is not None and checked.ndim != 1:
         raise ValueError(
-            f"loss_parallel(mesh=...) takes the 1-D mesh of the ranks that share the classes, found {checked.describe()}; "
-            "pass a sub-mesh such as mesh['tp']"
+            "loss_parallel(mesh=...) takes the 1-D mesh of the ranks that share the classes, found "
+            f"{checked.describe()}; pass a sub-mesh such as mesh['tp']"
         )
     return checked
 

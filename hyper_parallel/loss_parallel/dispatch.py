@@ -104,8 +104,8 @@ def _plain_logits(
     for name, x in (("target", call.target), ("weight", call.weight)):
         if isinstance(x, DTensor) and not x.global_layout.is_replicated:
             raise LossParallelLayoutError(
-                f"{call.kind}: the logits are a plain tensor and the {name} has {x.global_layout.describe()}; expected a "
-                f"replicated {name}, or logits as a DTensor"
+                f"{call.kind}: the logits are a plain tensor and the {name} has {x.global_layout.describe()}; expected "
+                f"a replicated {name}, or logits as a DTensor"
             )
     return get_platform().call_local(op_call, args, kwargs)
 
@@ -161,7 +161,7 @@ def _target_view(call: LossArguments, inputs: LossInputs) -> dict[str, Any]:
     }
 
 
-# -- computation --------------------------------------------------------------------------------------------------------
+# -- computation ----------------------------------------------------------------------------------------------------
 
 
 def _compute(call: LossArguments, inputs: LossInputs) -> DTensor:
@@ -222,8 +222,8 @@ def _log_softmax(call: LossArguments, state: State) -> Any:
     error: Exception | None = None
     if len(mesh_dims) > 1 or layout.has_partial:
         error = LossParallelLayoutError(
-            f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim and no "
-            "Partial"
+            f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim and "
+            "no Partial"
         )
     local = platform.as_local(x)
     if platform.loss_kernels.validates_by_default(local):

@@ -206,8 +206,8 @@ def _weight(call: LossArguments, layout: Layout, class_dim: int) -> Tensor | Non
         weight = platform.as_local(weight)
     if platform.shape(weight) != (layout.shape[class_dim],):
         raise LossParallelLayoutError(
-            f"the class weights have shape {platform.shape(weight)}; expected ({layout.shape[class_dim]},), the weights "
-            "of all classes"
+            f"the class weights have shape {platform.shape(weight)}; expected ({layout.shape[class_dim]},), the "
+            "weights of all classes"
         )
     if not platform.is_floating_point(weight):
         raise TypeError(f"the class weights are {platform.dtype_name(weight)}; expected a floating dtype")

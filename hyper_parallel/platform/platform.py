@@ -205,7 +205,8 @@ class Platform(ABC):
     def extremum(self, x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
         """Largest or smallest values along ``dim`` (kept, with size 1) and the first index of each, as int64.
 
-        NaN counts as both. Of no elements: minus (plus) infinity, for integers the lowest (highest) value, and index 0. Not differentiable.
+        NaN counts as both. Of no elements: minus (plus) infinity, for integers the lowest (highest)
+        value, and index 0. Not differentiable.
         """
 
     @abstractmethod
@@ -235,7 +236,7 @@ class Platform(ABC):
     # -- DTensor --------------------------------------------------------------------------------------------------
 
     tensor_base: type
-    """Base class of DTensor: a tensor of the backend whose operator hook calls ``cls._dispatch(op_call, args, kwargs)``."""
+    """Base class of DTensor: a tensor whose operator hook calls ``cls._dispatch(op_call, args, kwargs)``."""
 
     @abstractmethod
     def local_mode(self) -> AbstractContextManager[Any]:
@@ -331,7 +332,7 @@ class Platform(ABC):
     def loss_parallel_hook(
         self, intercept: Callable[[str, Any, Sequence[Any], Mapping[str, Any]], Any]
     ) -> AbstractContextManager[Any]:
-        """A context, entered by ``loss_parallel()``, that offers the framework's own distributed tensors to ``intercept``."""
+        """A context, entered by ``loss_parallel()``, that offers the framework's own DTensors to ``intercept``."""
 
     @abstractmethod
     def sum_tokens(self, x: Tensor) -> Tensor:

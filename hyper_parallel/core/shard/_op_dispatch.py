@@ -125,7 +125,8 @@ class OpDispatcher:
 
     def _key(self, items: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
         """What a plan may depend on, of each item: everything but the values of tensors; collects the tensors."""
-        cls, key = self.dtensor_class, []
+        cls = self.dtensor_class
+        key: list[Any] = []
         for x in items:
             kind = type(x)
             if kind is cls:

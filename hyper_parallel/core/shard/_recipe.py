@@ -63,7 +63,8 @@ class Recipe:
         self._name = name
         self._wrap = wrap
         self._actions = tuple((i, a) for i, a in enumerate(actions) if a is not None)
-        self._args, self._kwargs = template if template is not None else (None, None)
+        self._args: tuple[Any, ...] | None = None if template is None else template[0]
+        self._kwargs: dict[str, Any] | None = None if template is None else template[1]
         self._run = run
         self._inplace = is_inplace(name)
         self._platform = get_platform()

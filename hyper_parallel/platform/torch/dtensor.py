@@ -55,7 +55,9 @@ class TensorBase(torch.Tensor):
         return cls._dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Never called: operators are caught one level above. Its presence tells ``torch.compile`` not to trace these
         tensors, which it would take for local ones; the code around them is compiled, they run as they are."""
         raise NotImplementedError(f"{func} on {cls.__name__} below the dispatcher")
@@ -98,7 +100,7 @@ class TensorBase(torch.Tensor):
     @property
     def grad(self) -> Any:
         with local_mode():
-            grad = torch.Tensor.grad.__get__(self)
+            grad = torch.Tensor.grad.__get__(self)  # type: ignore[union-attr]
         if grad is None or type(grad) is type(self):
             return grad
         return as_dtensor(type(self), grad, self._layout.gradient_layout)
@@ -106,7 +108,8 @@ class TensorBase(torch.Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         with local_mode():
-            torch.Tensor.grad.__set__(self, None if value is None else _gradient_of(value, self._layout))
+            local = None if value is None else _gradient_of(value, self._layout)
+            torch.Tensor.grad.__set__(self, local)  # type: ignore[union-attr]
 
     @grad.deleter
     def grad(self) -> None:

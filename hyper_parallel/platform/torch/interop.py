@@ -86,7 +86,7 @@ def put_together(parts: NativeDTensor) -> Any:
     """PyTorch's DTensor over the same storage and graph."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    make = {"shard": Shard, "replicate": lambda _: Replicate(), "partial": Partial}
+    make: dict[str, Any] = {"shard": Shard, "replicate": lambda _: Replicate(), "partial": Partial}
     stride, step = [], 1
     for s in reversed(parts.shape):
         stride.append(step)

@@ -16,7 +16,7 @@ __all__ = ["bind"]
 
 def _signature(**defaults: Any) -> Signature:
     return Signature(
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default) for name, default in defaults.items()
+        [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default) for name, default in defaults.items()]
     )
 
 

@@ -51,13 +51,15 @@ class TorchModuleBackend(ModuleBackend):
             return LayerFacts(
                 "linear", name, module.in_features, module.out_features, has_bias=module.bias is not None
             )
-        if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
+        scale = _scale_of(kind)
+        if isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or scale):
             return LayerFacts(
                 "embedding",
                 name,
                 module.num_embeddings,
                 module.embedding_dim,
                 padding_idx=module.padding_idx,
+                scale=scale,
                 refusal=_why_not_shared(module),
             )
         if _is_conv1d(kind):
@@ -130,6 +132,9 @@ class TorchModuleBackend(ModuleBackend):
         found = F.embedding(local.masked_fill(elsewhere, 0), table, padding_idx)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
+    def scaled(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+        return x * (scale.to(x.dtype) if isinstance(scale, torch.Tensor) else scale)
+
     def id_range(self, ids: torch.Tensor) -> tuple[int, int] | None:
         if ids.numel() == 0 or ids.device.type != "cpu":
             return None
@@ -180,6 +185,12 @@ def _why_not_shared(module: nn.Embedding) -> str | None:
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq=True"
     return "sparse=True" if module.sparse else None
+
+
+def _scale_of(kind: type) -> str | None:
+    """Embeddings of transformers whose forward is ``super().forward(ids) * self.embed_scale``."""
+    named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")
+    return "embed_scale" if named else None
 
 
 def _is_conv1d(kind: type) -> bool:

@@ -27,7 +27,8 @@ _SAME = {
     "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift", "__pos__": "positive",
     "__getitem__": "getitem", "__setitem__": "setitem", "__len__": "len",
     "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose",
-    "_softmax": "softmax", "_log_softmax": "log_softmax", "special_softmax": "softmax", "special_log_softmax": "log_softmax",
+    "_softmax": "softmax", "_log_softmax": "log_softmax",
+    "special_softmax": "softmax", "special_log_softmax": "log_softmax",
     "dropout1d": "feature_dropout", "dropout2d": "feature_dropout", "dropout3d": "feature_dropout",
 }
 
@@ -47,7 +48,7 @@ LOCAL_OP_NAMES = frozenset(
         "dtype", "device", "get_device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized",
         "is_mkldnn", "is_nested", "is_xla", "is_mps", "is_xpu", "is_mtia", "is_maia", "is_vulkan", "is_ipu", "is_ort",
         "is_complex", "is_floating_point", "is_signed", "is_conj", "is_neg", "is_sparse_csr",
-        "element_size", "itemsize", "is_contiguous", "is_pinned", "is_shared", 
+        "element_size", "itemsize", "is_contiguous", "is_pinned", "is_shared",
         "data_ptr", "untyped_storage", "_typed_storage", "names", "has_names", "grad_dtype",
     }
 )

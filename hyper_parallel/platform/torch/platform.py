@@ -231,7 +231,7 @@ class TorchPlatform(Platform):
     def seeded(self, seed: int) -> AbstractContextManager[Any]:
         return random.seeded(seed)
 
-    # -- loss parallel ---------------------------------------------------------------------------------------------------
+    # -- loss parallel ------------------------------------------------------------------------------------------------
 
     @cached_property
     def loss_kernels(self) -> LossKernels:  # type: ignore[override]
