@@ -38,6 +38,7 @@ class LayerFacts:
         transposed: whether a linear layer stores its weight as ``[in, out]`` and not as ``[out, in]``.
         has_bias: whether it adds a bias.
         padding_idx: the row of an embedding that gets no gradient.
+        scale: the attribute that an embedding multiplies its rows with, if it does.
         refusal: why this layer cannot be shared between ranks, if so.
     """
 
@@ -48,6 +49,7 @@ class LayerFacts:
     transposed: bool = False
     has_bias: bool = False
     padding_idx: int | None = None
+    scale: str | None = None
     refusal: str | None = None
 
 
@@ -163,6 +165,10 @@ class ModuleBackend(ABC):
             start: the id of its first row.
             padding_idx: the row of ``table`` that gets no gradient.
         """
+
+    @abstractmethod
+    def scaled(self, x: Tensor, scale: Any) -> Tensor:
+        """``x`` times a number, or a scalar tensor rounded to its dtype."""
 
     @abstractmethod
     def id_range(self, ids: Tensor) -> tuple[int, int] | None:

@@ -50,6 +50,13 @@ class Attention:
     projections: Mapping[str, OutputParts]
     attributes: Mapping[str, Any]
 
+    @property
+    def head_widths(self) -> frozenset[int]:
+        """Widths of its heads."""
+        return frozenset(
+            part // heads for p in self.projections.values() for part, heads in zip(p.parts, p.heads)
+        )
+
 
 class LocalHeadsConfig:
     """A model's config as an attention module sees it that holds a part of the heads; everything else
@@ -99,8 +106,9 @@ def find_attention(
             f"{name}: {key_values} key/value heads cannot be laid over {ranks} tensor-parallel ranks; expected one to "
             "be a multiple of the other"
         )
+    known = _first_integer(module, ("head_dim", "head_size"))
     projections = {
-        child: _parts(f"{name}.{child}", role, column_children[child], queries, key_values)
+        child: _parts(f"{name}.{child}", role, column_children[child], queries, key_values, known)
         for child, role in roles.items()
     }
     has_fused = "fused" in roles.values()
@@ -142,19 +150,24 @@ def _first_integer(owner: Any, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _parts(name: str, role: str, facts: LayerFacts, queries: int, key_values: int) -> OutputParts:
+def _parts(
+    name: str, role: str, facts: LayerFacts, queries: int, key_values: int, head_width: int | None
+) -> OutputParts:
     width = facts.out_features
     if role == "fused":
-        if width % (queries + 2 * key_values) == 0:
-            head = width // (queries + 2 * key_values)
-            heads: tuple[int, ...] = (queries, key_values, key_values)
-            return OutputParts(tuple(head * h for h in heads), heads)
-        if width % (2 * key_values) == 0:  # keys and values of cross-attention
-            return OutputParts((width // 2,) * 2, (key_values, key_values))
-    heads = (key_values,) if role == "key_value" else (queries,)
-    if width % heads[0]:
-        raise ParallelPlanError(f"{name}: {width} output features are not made of {heads[0]} equal heads")
-    return OutputParts((width,), heads)
+        # queries, keys and values; as many of each, whatever the config says (GPT-2); keys and values (cross-attention)
+        candidates = [(queries, key_values, key_values), (queries,) * 3, (key_values,) * 2]
+        for heads in candidates:
+            each = width // sum(heads)
+            if each * sum(heads) == width and head_width in (None, each):
+                return OutputParts(tuple(each * h for h in heads), heads)
+        raise ParallelPlanError(
+            f"{name}: {width} output features are not made of {queries} query and {key_values} key/value heads"
+        )
+    count = key_values if role == "key_value" else queries
+    if width % count:
+        raise ParallelPlanError(f"{name}: {width} output features are not made of {count} equal heads")
+    return OutputParts((width,), (count,))
 
 
 def _attributes(

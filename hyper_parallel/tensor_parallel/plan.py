@@ -75,7 +75,8 @@ def parallelize_module(
     try:
         if not get_module_backend().is_module(module):
             raise TypeError(f"parallelize_module takes a module, found {type(module).__name__}")
-        planned = plan_model(module, mesh, _as_mapping(module, parallelize_plan, config, sequence_parallel))
+        mapping = _as_mapping(module, parallelize_plan, config, sequence_parallel)
+        planned = plan_model(module, mesh, mapping, automatic=parallelize_plan == "auto")
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
     raise_together(error, planned.report.shared_view if planned else "", group, _like(module))

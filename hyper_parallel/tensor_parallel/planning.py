@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
-from hyper_parallel.core.placement_types import Replicate, Shard
+from hyper_parallel.core.placement_types import Replicate
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import LayerFacts, Module, Parameter, get_module_backend
 from hyper_parallel.tensor_parallel.attention import Attention, find_attention, fused_parts
 from hyper_parallel.tensor_parallel.auto_plan import base_prefixes
+from hyper_parallel.tensor_parallel.between import keeps_shards, rules_between
 from hyper_parallel.tensor_parallel.kinds import style_of
 from hyper_parallel.tensor_parallel.patterns import match_patterns
 from hyper_parallel.tensor_parallel.report import PlanReport, ReportedParameter, ReportedRule
@@ -53,13 +54,21 @@ class Planned:
     report: PlanReport
 
 
-def plan_model(model: Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle]) -> Planned:
+def plan_model(
+    model: Module, mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle], *, automatic: bool = False
+) -> Planned:
     """Check a plan against a model.
+
+    Args:
+        model: the model.
+        mesh: 1-D.
+        plan: name patterns -> styles.
+        automatic: whether rules may be added that the plan leaves out.
 
     Raises:
         ParallelPlanError: see :func:`parallelize_module`.
     """
-    return _Planner(model, mesh).plan(plan)
+    return _Planner(model, mesh).plan(plan, automatic)
 
 
 @dataclass
@@ -78,7 +87,7 @@ class _Planner:
         for name, parameter in self._parameters():
             self.owners.setdefault(id(parameter), []).append(name)
 
-    def plan(self, plan: Mapping[str, str | ParallelStyle]) -> Planned:
+    def plan(self, plan: Mapping[str, str | ParallelStyle], automatic: bool) -> Planned:
         styles = {pattern: style_of(kind, pattern) for pattern, kind in plan.items()}
         layers = [name for name, facts in self.facts.items() if facts.kind != "other"]
         matched = match_patterns(
@@ -91,13 +100,13 @@ class _Planner:
         chosen = {name: (pattern, styles[pattern]) for pattern, names in matched.items() for name in names}
         self._add_tied(chosen)
         attentions = self._attentions(chosen)
+        chosen |= rules_between(self.modules, self.facts, chosen, attentions, automatic)
         bound = [
             BoundModule(name, self.modules[name], pattern, style, style.bind(self._site(name, attentions)))
             for name, (pattern, style) in chosen.items()
         ]
         bound = _share_inputs(bound)
         self._check_tied(bound)
-        self._check_between(bound, attentions)
         attributes = [(self.modules[name], attention.attributes) for name, attention in attentions.items()]
         return Planned(bound, attributes, self._report(bound, [n for n in layers if n not in chosen]))
 
@@ -123,7 +132,7 @@ class _Planner:
         """Attention modules whose projections keep their sharded output."""
         children: dict[str, dict[str, LayerFacts]] = {}
         for name, (_, style) in chosen.items():
-            if self.facts[name].kind == "linear" and _keeps_shards(style):
+            if self.facts[name].kind == "linear" and keeps_shards(style) and not _says_heads(style):
                 parent, _, child = name.rpartition(".")
                 children.setdefault(parent, {})[child] = self.facts[name]
         found = {}
@@ -178,21 +187,6 @@ class _Planner:
                     for name, spec in cut.items()
                 )
                 raise ParallelPlanError(f"one parameter under several names is cut in several ways ({found})")
-
-    def _check_between(self, bound: list[BoundModule], attentions: Mapping[str, Attention]) -> None:
-        """Whole parameters that work on this rank's heads would silently get a part of their gradient."""
-        ruled = [b.name for b in bound]
-        for attention in attentions:
-            for name, module in self.modules.items():
-                inside = name == attention or name.startswith(f"{attention}.")
-                under_rule = any(name == r or name.startswith(f"{r}.") for r in ruled)
-                own = list(get_module_backend().own_parameters(module))
-                if inside and not under_rule and own:
-                    raise ParallelPlanError(
-                        f"{name} has parameters {own} and lies in the attention {attention}, whose heads are shared; "
-                        "give it a rule: 'replicated_with_grad_allreduce' where it works on heads (such as a norm of "
-                        "each), or 'replicate' where its input is whole"
-                    )
 
     # -- report ----------------------------------------------------------------------------------------------
 
@@ -254,13 +248,8 @@ def _share_inputs(bound: list[BoundModule]) -> list[BoundModule]:
     ]
 
 
-def _keeps_shards(style: ParallelStyle) -> bool:
-    return (
-        isinstance(style, ColwiseParallel)
-        and style.use_local_output
-        and style.output_layouts in (None, Shard(-1), Shard(2))
-        and not style.heads
-    )
+def _says_heads(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and bool(style.heads)
 
 
 def _cut(spec: ShardSpec | None) -> ShardSpec | None:

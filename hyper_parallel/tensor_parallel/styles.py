@@ -126,7 +126,9 @@ class ColwiseParallel(ParallelStyle):
         check_shareable(self, site)
         if site.facts.kind == "embedding":
             cuts = site.cuts(ParallelRule(self.kind or "column_embed"))
-            return EmbeddingColumnRule(cuts=cuts, padding_idx=site.facts.padding_idx, **settings)
+            return EmbeddingColumnRule(
+                cuts=cuts, padding_idx=site.facts.padding_idx, scale=site.facts.scale, **settings
+            )
         # dim 2 is the last one of [batch, sequence, features]
         stays_sharded = output in (Shard(-1), Shard(2)) and self.use_local_output
         cuts = site.cuts(self._loader_rule(site, stays_sharded))
@@ -197,7 +199,7 @@ class RowwiseParallel(ParallelStyle):
         check_shareable(self, site)
         if is_embedding:
             cuts = site.cuts(ParallelRule(self.kind or "vocab_embed"))
-            return VocabRule(cuts=cuts, padding_idx=facts.padding_idx, **settings)
+            return VocabRule(cuts=cuts, padding_idx=facts.padding_idx, scale=facts.scale, **settings)
         cuts = site.cuts(ParallelRule(self.kind or "row", transposed=facts.transposed))
         return RowRule(cuts=cuts, in_features=facts.in_features, transposed=facts.transposed, **settings)
 
