@@ -93,13 +93,12 @@ def context_in_compiled(entry: str, backend: str) -> None:
 
 
 @on_torch
-@backends
-def test_model_and_loss_compiled_together(platform: str, world_size: int, entry: str, backend: str) -> None:
+def test_model_and_loss_compiled_together(platform: str, world_size: int, entry: str) -> None:
     """Plain work of this rank before the loss is compiled, the loss in it is right."""
-    run_distributed(model_and_loss, entry, backend, platform=platform, world_size=world_size, timeout=120)
+    run_distributed(model_and_loss, entry, platform=platform, world_size=world_size, timeout=120)
 
 
-def model_and_loss(entry: str, backend: str) -> None:
+def model_and_loss(entry: str) -> None:
     """In a worker."""
     from hyper_parallel.loss_parallel import loss_parallel
     from tests.conformance.adapters import this_adapter
@@ -115,7 +114,7 @@ def model_and_loss(entry: str, backend: str) -> None:
         logits = adapter.wrap(entry, scaled, mesh, placements, shape)
         return adapter.unwrap(call_loss(case, logits, target, None)) * 1.0
 
-    compiled = _compiled(function, backend)
+    compiled = _compiled(function, "aot_eager")
     for _ in range(2):
         local = local_logits(case).requires_grad_()
         with loss_parallel():
