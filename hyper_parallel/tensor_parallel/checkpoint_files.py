@@ -43,10 +43,11 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and the file that holds it."""
+    """A tensor and the file that holds it, as this was when its header was read."""
 
     path: Path
     entry: TensorEntry
+    identity: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _collect(
                     "which one counts"
                 )
             else:
-                tensors[name] = StoredTensor(header.path, entry)
+                tensors[name] = StoredTensor(header.path, entry, header.identity)
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise CheckpointError(f"{root / INDEX_NAME} says that {name!r} is in {file}, but it is not")

@@ -12,7 +12,7 @@ import numpy as np
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.tensor_parallel.byte_runs import ByteRuns, box_runs
 from hyper_parallel.tensor_parallel.checkpoint_files import Checkpoint, StoredTensor
-from hyper_parallel.tensor_parallel.safetensors_header import TensorEntry, open_regular_file
+from hyper_parallel.tensor_parallel.safetensors_header import TensorEntry, file_identity, open_regular_file
 
 __all__ = ["FileReader", "TensorSlice", "equal_runs", "get_slice"]
 
@@ -43,11 +43,11 @@ class FileReader:
         """Give ``sink`` the bytes of ``runs``, in their order, in blocks.
 
         Raises:
-            CheckpointError: the file cannot be read, or has become shorter than it was.
+            CheckpointError: the file cannot be read, or is not the one any more whose header was read.
         """
         position = filled = 0
         view = self._buffer.data
-        descriptor = self._open(stored.path)
+        descriptor = self._open(stored)
         for file, length in zip(runs.file.tolist(), runs.length.tolist()):
             offset = stored.entry.start + file
             while length:
@@ -61,10 +61,12 @@ class FileReader:
             sink(position, self._buffer[:filled])
         self.bytes_read += position + filled
 
-    def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = open_regular_file(path)
-        return self._descriptors[path]
+    def _open(self, stored: StoredTensor) -> int:
+        if stored.path not in self._descriptors:
+            descriptor = self._descriptors[stored.path] = open_regular_file(stored.path)
+            if file_identity(descriptor) != stored.identity:
+                raise CheckpointError(f"{stored.path} has changed since its header was read")
+        return self._descriptors[stored.path]
 
 
 class TensorSlice:

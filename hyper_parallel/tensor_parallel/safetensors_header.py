@@ -21,7 +21,16 @@ from typing import Any
 
 from hyper_parallel.errors import CheckpointError
 
-__all__ = ["DTYPES", "FileHeader", "TensorEntry", "encode_header", "open_regular_file", "read_header", "read_json"]
+__all__ = [
+    "DTYPES",
+    "FileHeader",
+    "TensorEntry",
+    "encode_header",
+    "file_identity",
+    "open_regular_file",
+    "read_header",
+    "read_json",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """What the format allows."""
@@ -85,6 +94,7 @@ class FileHeader:
         header_bytes: length of all that comes before the tensors.
         file_bytes: length of the file.
         digest: of the header and the file's length; equal files have equal ones.
+        identity: which file it was, in which state; see :func:`file_identity`.
     """
 
     path: Path
@@ -93,6 +103,13 @@ class FileHeader:
     header_bytes: int
     file_bytes: int
     digest: str
+    identity: tuple[int, ...]
+
+
+def file_identity(descriptor: int) -> tuple[int, ...]:
+    """Device, inode, length and time of the last change: different when a file was replaced or written to."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_regular_file(path: Path) -> int:
@@ -120,6 +137,7 @@ def read_header(path: Path) -> FileHeader:
     """
     descriptor = open_regular_file(path)
     try:
+        identity = file_identity(descriptor)
         size = os.fstat(descriptor).st_size
         prefix = _read(descriptor, 0, min(size, _LENGTH_BYTES), path)
         length = int.from_bytes(prefix, "little")
@@ -146,7 +164,7 @@ def read_header(path: Path) -> FileHeader:
     entries.sort(key=lambda e: (e.start, e.num_bytes))
     _check_offsets(entries, start, size, path)
     digest = hashlib.sha256(text + size.to_bytes(8, "little")).hexdigest()
-    return FileHeader(path, {e.name: e for e in entries}, metadata, start, size, digest)
+    return FileHeader(path, {e.name: e for e in entries}, metadata, start, size, digest, identity)
 
 
 def encode_header(entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

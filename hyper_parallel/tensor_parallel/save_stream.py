@@ -107,7 +107,7 @@ class _Pieces:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._readers: dict[int, BlockReader] = {}
-        self._owned = lru_cache(maxsize=4 * group.size)(owned_runs)
+        self._owned = lru_cache(maxsize=2 * group.size)(owned_runs)
 
     def runs(self, block: _Block, rank: int, writer: int) -> ByteRuns:
         """What ``rank`` sends to ``writer``. Of a tensor that is not cut every writer has the whole itself."""

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.tensor_parallel.byte_runs import box_runs
 from hyper_parallel.tensor_parallel.checkpoint_files import open_checkpoint
-from hyper_parallel.tensor_parallel.checkpoint_reader import get_slice
+from hyper_parallel.tensor_parallel.checkpoint_reader import FileReader, get_slice
 from tests.checkpoint.files import file_bytes, from_bfloat16, random_tensors, to_bfloat16, write_checkpoint, write_index
 
 TENSORS = random_tensors({"a": (4, 3), "b": (5,), "c": (2, 3, 4)})
@@ -135,12 +136,19 @@ def test_slices(tmp_path: Path) -> None:
         get_slice(checkpoint, "d")
 
 
-def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
+def test_a_file_that_changes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, TENSORS)
     checkpoint = open_checkpoint(tmp_path)
+    stored, runs = checkpoint.tensors["c"], box_runs((2, 3, 4), [(0, 2), (0, 3), (0, 4)], 4)
     path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="has become shorter"):
+    content = path.read_bytes()
+    with FileReader() as reader:  # the file is open already
+        reader.read(stored, runs, lambda position, block: None)
+        path.write_bytes(content[:-4])
+        with pytest.raises(CheckpointError, match="has become shorter"):
+            reader.read(stored, runs, lambda position, block: None)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
         get_slice(checkpoint, "c")[...]
 
 

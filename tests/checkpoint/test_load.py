@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +12,6 @@ from tests.checkpoint.files import file_bytes, from_bfloat16, to_bfloat16, write
 from tests.harness import run_distributed, this_rank, this_world_size
 
 TORCH = pytest.mark.platform("torch")
-
-
-def load_transformers(kind: str, directory: str) -> dict[str, Any]:
-    """Save with transformers, load sharded: weights, logits, bytes, buffers, ties."""
-    from hyper_parallel.tensor_parallel.hf_checkpoint import load_hf_checkpoint
-    from tests.checkpoint import torch_models as models
-
-    reference = models.whole(kind)
-    path = Path(directory, "model")
-    models.on_rank_0(lambda: reference.save_pretrained(path, max_shard_size="20KB"))
-    model = models.sharded(kind)
-    report = load_hf_checkpoint(model, path)
-    parts = models.parts(model)
-    sizes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {
-        "weights": models.all_equal(parts, models.expected_parts(reference, model)),
-        "logits": np.abs(models.logits(model) - models.logits(reference)).max(),
-        "buffers": all(np.array_equal(a, b) for a, b in zip(reference.buffers(), model.buffers(), strict=True)),
-        "tied": model.get_input_embeddings().weight is model.lm_head.weight,
-        "own bytes": report.bytes_read[this_rank()] == sizes,
-        "bytes": report.bytes_read,
-        "file bytes": report.file_bytes,
-        "files": len(list(path.glob("*.safetensors"))),
-        "open": [n for n in os.listdir("/proc/self/fd") if directory in os.path.realpath(f"/proc/self/fd/{n}")],
-        "mapped": directory in Path("/proc/self/maps").read_text(),
-    }
-
-
-@TORCH
-@pytest.mark.contract("S3", "S4")
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "phi3"])
-def test_models_of_transformers(kind: str, world_size: int, tmp_path: Path) -> None:
-    found = run_distributed(load_transformers, kind, str(tmp_path), world_size=world_size, timeout=90)
-    for result in found:
-        assert result["weights"] and result["own bytes"] and result["buffers"]
-        assert result["logits"] < 2e-5
-        assert result["tied"] == (kind in ("llama", "gpt2"))
-        assert result["files"] > 1 and not result["open"] and not result["mapped"]
-        # each rank a part, all together everything once, replicas once more for each rank
-        assert result["bytes"] == found[0]["bytes"]
-        assert max(result["bytes"]) < result["file bytes"] * (0.75 if world_size == 2 else 0.5)
-        assert sum(result["bytes"]) >= result["file bytes"]
 
 
 def own_tensors(tied: bool = False, seed: int = 0) -> dict[str, np.ndarray]:

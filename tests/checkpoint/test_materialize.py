@@ -60,6 +60,8 @@ def gathered(found: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["own", "own tied", "llama", "gpt2"])
 def test_the_same_bits_at_every_degree(kind: str) -> None:
+    if not kind.startswith("own"):
+        pytest.importorskip("transformers")
     results = {n: run_distributed(initial, kind, "float32", 7, world_size=n, timeout=90) for n in (1, 2, 4)}
     alone = gathered(results[1])
     for found in results.values():
@@ -71,7 +73,8 @@ def test_the_same_bits_at_every_degree(kind: str) -> None:
             np.testing.assert_allclose(result["logits"], results[1][0]["logits"], rtol=0, atol=2e-5)
             assert result["tied"] == (kind != "own")
             assert result["buffers"] or kind in ("own", "own tied", "gpt2")
-    assert any(run_distributed(initial, kind, "float32", 8, world_size=1)[0]["logits"].ravel() != 0)
+    other = run_distributed(initial, kind, "float32", 8, world_size=1)
+    assert np.abs(other[0]["logits"] - results[1][0]["logits"]).max() > 1e-3
     if not kind.startswith("own"):  # the distributions are the model's own
         for name, (std, mean) in results[1][0]["std"].items():
             assert abs(alone[name].std() - std) < 0.15 * std + 1e-6, name

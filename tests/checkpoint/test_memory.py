@@ -107,12 +107,12 @@ def can_reset_peak() -> bool:
     return Path("/proc/self/clear_refs").exists() and "VmHWM" in Path("/proc/self/status").read_text()
 
 
-def show(found: list[dict[str, Any]], size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        for rank, result in enumerate(found):
-            figures = {what: result[what] for what in ("load", "save", "draw") if what in result}
-            texts = [f"{w} {peak / MIB:.0f} MiB over idle in {seconds:.1f} s" for w, (peak, seconds) in figures.items()]
-            print(f"\nrank {rank}, {result['own'] / MIB:.0f} of {size / MIB:.0f} MiB: {', '.join(texts)}", end="")
+def show(found: list[dict[str, Any]], size: int) -> None:
+    """For those who run it with `-s`."""
+    for rank, result in enumerate(found):
+        figures = {what: result[what] for what in ("load", "save", "draw") if what in result}
+        texts = [f"{w} {peak / MIB:.0f} MiB over idle in {seconds:.1f} s" for w, (peak, seconds) in figures.items()]
+        print(f"rank {rank}, its part {result['own'] / MIB:.0f} of {size / MIB:.0f} MiB: {', '.join(texts)}")
 
 
 pytestmark = [
@@ -122,12 +122,12 @@ pytestmark = [
 ]
 
 
-def test_loading_a_gibibyte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_a_gibibyte(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     size = write_model(path, LARGE)
     assert 0.95 < size / 2**30 < 1.05
     found = run_distributed(measure_load, LARGE, str(path), world_size=4, timeout=100)
-    show(found, size, capsys)
+    show(found, size)
     content = np.memmap(path, np.uint8, "r")
     head_bytes = 4 * LARGE.vocab_size * LARGE.hidden_size
     for rank, result in enumerate(found):
@@ -138,11 +138,11 @@ def test_loading_a_gibibyte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         np.testing.assert_array_equal(result["rows"].ravel(), expected)
 
 
-def test_saving_and_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saving_and_drawing(tmp_path: Path) -> None:
     path, target = tmp_path / "model.safetensors", tmp_path / "saved"
     size = write_model(path, SMALL)
     found = run_distributed(measure_save_and_draw, SMALL, str(path), str(target), world_size=4, timeout=100)
-    show(found, size, capsys)
+    show(found, size)
     for result in found:
         assert result["draw"][0] < 0.25 * size + result["largest"] + 64 * MIB
         assert result["save"][0] < 64 * MIB  # blocks of others, whatever the size

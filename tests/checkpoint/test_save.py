@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,7 @@ def save_for_transformers(kind: str, directory: str, max_shard_bytes: int) -> di
     }
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize(("kind", "world_size"), [("llama", 4), ("qwen2", 2), ("gpt2", 2), ("phi3", 4)])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 def test_transformers_loads_it(kind: str, world_size: int, max_shard_bytes: int, tmp_path: Path) -> None:
