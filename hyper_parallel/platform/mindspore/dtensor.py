@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
 
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore import _cpu_kernels
@@ -207,7 +208,7 @@ for _name in ("get_bytes", "to_dlpack", "_getitem", "_getitem_origin", "_item", 
     setattr(TensorBase, _name, _refused(_name, _TO_LOCAL))
 TensorBase.strides = property(_refused("strides", _TO_LOCAL))  # type: ignore[assignment]
 
-_GETITEM = NamedCall("getitem", Tensor.__getitem__)
+_GETITEM = NamedCall("getitem", lambda x, index: x[index])
 
 
 def as_dtensor(cls: type, local: Tensor, layout: Any, *, fresh: bool = False) -> Any:
@@ -237,7 +238,8 @@ def call_local(op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     local_kwargs = {key: _localize(value) for key, value in kwargs.items()}
     if _cpu_kernels.needs_care(name, local_args):
         return _cpu_kernels.run(name, op_call, local_args, local_kwargs)
-    return op_call(*local_args, **local_kwargs)
+    with NoFallbackGuard():  # a DTensor deep inside an argument would lead here again, for ever
+        return op_call(*local_args, **local_kwargs)
 
 
 def _localize(x: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mindspore
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.graph import api as graph_api
 from mindspore.ops import primitive as primitive_module
 from mindspore.ops.function import nn_func
@@ -28,9 +28,12 @@ def install_routes(base: type) -> None:
     - ``ops.cross_entropy``, ``mint.nn.functional.cross_entropy``, the two ``nll_loss`` and all cells over them are one
       operator each for the dispatcher, as they are in PyTorch. (By itself MindSpore takes them apart first.) Outside
       ``loss_parallel()`` class-sharded logits are then an error, which names their layout.
-    - Older primitives with a list of tensors (``ops.stack``, ``ops.addn``) reach the dispatcher.
-    - Graph mode and ``Tensor(dtensor)`` are refused.
+    - Older primitives with a list of tensors (``ops.stack``, ``ops.addn``), and a plain tensor indexed with a DTensor,
+      reach the dispatcher.
+    - Graph mode, ``Tensor(dtensor)`` and writing a DTensor into a plain tensor are refused.
     """
+    if "__getitem__" in vars(Tensor):
+        return
     for name, function, newer in (
         ("cross_entropy", nn_func.cross_entropy, nn_func.cross_entropy_ext),
         ("nll_loss", nn_func.nll_loss, nn_func.nll_loss_ext),
@@ -43,6 +46,8 @@ def install_routes(base: type) -> None:
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
         route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()"))
     tensor_module = importlib.import_module("mindspore.common.tensor")  # the attribute of that name is a function
+    Tensor.__getitem__ = _indexing(base)
+    Tensor.__setitem__ = _item_assignment(base)
     route(tensor_module._init, _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"))
 
 
@@ -87,6 +92,34 @@ def _refuse(base: type, why: str) -> Handler:
         return original(*args, **kwargs)
 
     return handler
+
+
+def _indexing(base: type) -> Callable[..., Any]:
+    original = Tensor.__getitem__
+
+    def __getitem__(self: Tensor, index: Any) -> Any:  # noqa: N807
+        if type(index) in (tuple, list):
+            for x in _leaves(index):
+                if isinstance(x, base):
+                    return type(x)._dispatch(NamedCall("getitem", original), (self, index), {})  # type: ignore[attr-defined]
+        return original(self, index)
+
+    return __getitem__
+
+
+def _item_assignment(base: type) -> Callable[..., Any]:
+    original = Tensor.__setitem__
+
+    def __setitem__(self: Tensor, index: Any, value: Any) -> Any:  # noqa: N807
+        for x in _leaves((index, value)):
+            if isinstance(x, base):
+                raise UnsupportedOperatorError(
+                    f"a DTensor of shape {x.shape} cannot be written into a plain tensor, nor say where to write; use "  # type: ignore[attr-defined]
+                    "to_local(), or full_tensor() (collective)"
+                )
+        return original(self, index, value)
+
+    return __setitem__
 
 
 def _leaves(values: Sequence[Any]) -> Iterator[Any]:
