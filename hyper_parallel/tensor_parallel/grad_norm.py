@@ -77,8 +77,8 @@ def total_norm(
     Collectives: one of a scalar for each group that shares parameters.
 
     Raises:
-        ValueError: another number of gradients than of parameters, an order that is not positive, or a cut
-            parameter without its group.
+        ValueError: another number of gradients than of parameters, an order that is not positive, a cut parameter
+            without its group, or a distributed tensor of the framework.
     """
     backend = get_module_backend()
     order = float(norm_type)
@@ -128,6 +128,11 @@ def _share_out(parameters: Sequence[Parameter], gradients: Sequence[Tensor | Non
         if id(parameter) in seen:  # tied
             continue
         seen.add(id(parameter))
+        if get_platform().is_native_dtensor(parameter):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is a distributed tensor of the framework (FSDP2 makes "
+                "them), which does not say over which tensor-parallel ranks it is cut; expected plain parameters"
+            )
         spec: ShardSpec | None = getattr(parameter, "_shard_spec", None)
         group: Group | None = getattr(parameter, "_shard_group", None)
         if spec is not None and spec.dim is not None and group is None:

@@ -34,13 +34,7 @@ def build(kind: str, *, tied: bool = False, heads: int = 4, key_values: int = 2,
             **more,
         )
     else:
-        make = {
-            "llama": transformers.LlamaConfig,
-            "qwen2": transformers.Qwen2Config,
-            "qwen3": transformers.Qwen3Config,
-            "phi3": transformers.Phi3Config,
-        }[kind]
-        config = make(
+        config = transformers.CONFIG_MAPPING[kind](
             vocab_size=VOCAB,
             hidden_size=8 * heads,
             intermediate_size=46,  # over 4 ranks: (12, 12, 12, 10)

@@ -108,6 +108,24 @@ def test_one_key_value_head_on_all_ranks(kind: str) -> None:
     check(kind, 4, heads=8, key_values=1)
 
 
+@pytest.mark.contract("T4")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "apertus",  # its activation has parameters, whose gradients are summed
+        "cohere",  # attention and MLP beside each other
+        "gemma2",  # a scaled embedding, capped logits
+        "gpt_neox",  # queries, keys and values interleaved by heads
+        "mistral",
+        "olmo2",  # norms over all heads: their projections are gathered
+        "phi",  # biases, also of the last layer
+        "starcoder2",
+    ],
+)
+def test_other_models(kind: str) -> None:
+    check(kind, 2)
+
+
 def test_biases() -> None:
     check("llama", 2, attention_bias=True, mlp_bias=True)
 
@@ -178,6 +196,39 @@ def checkpointing() -> tuple[float, str]:
 def test_gradient_checkpointing() -> None:
     for worst, where in run_distributed(checkpointing, world_size=2, timeout=60.0):
         assert worst < TOLERANCE, where
+
+
+def with_data_parallel(kind: str, how: str) -> float:
+    """2 x 2 ranks: the worst error of a gradient after DDP or FSDP2 over the other mesh dim."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from hyper_parallel import init_device_mesh, loss_parallel
+    from hyper_parallel.platform import get_platform
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    row, column = mesh.coordinate
+    reference, model, ids = build(kind, tied=True), build(kind, tied=True), tokens(batch=4)
+    reference(ids, labels=ids).loss.backward()
+    parallelize_module(model, mesh)
+    parts = [own_part(p.grad, q, column) for p, q in zip(reference.parameters(), model.parameters())]
+    if how == "ddp":
+        outer = torch.nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp").handle)
+    else:
+        outer = fully_shard(model, mesh=get_platform().native_mesh(mesh)["dp"])
+    own = ids[2 * row : 2 * row + 2]
+    with loss_parallel():
+        outer(own, labels=own).loss.backward()
+    grads = [p.grad.full_tensor() if how == "fsdp2" else p.grad for p in model.parameters()]
+    return max(float((a - b).abs().amax() / b.abs().amax().clamp(min=1e-3)) for a, b in zip(grads, parts))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_with_data_parallel(how: str) -> None:
+    for kind in ("qwen3", "gpt2"):
+        found = run_distributed(with_data_parallel, kind, how, world_size=4, timeout=120.0)
+        assert max(found) < TOLERANCE
 
 
 def generate(kind: str) -> tuple[list[int], list[int]]:
