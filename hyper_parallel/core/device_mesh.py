@@ -24,7 +24,8 @@ class DeviceMesh:
         groups: groups to use for this rank's lines, one per dim, instead of creating some.
 
     Raises:
-        ValueError: ranks that repeat or do not exist, names that repeat or do not fit the number of dims.
+        ValueError: ranks that repeat, do not exist or do not ascend along each dim, names that repeat or do not fit the
+            number of dims.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -64,6 +65,9 @@ class DeviceMesh:
         flat = self.mesh.ravel().tolist()
         if len(set(flat)) != len(flat):
             raise ValueError(f"ranks of a mesh must be distinct, found {flat}")
+        for dim in range(self.mesh.ndim):
+            if (np.diff(self.mesh, axis=dim) < 0).any():  # process groups are ordered by rank
+                raise ValueError(f"ranks along each mesh dim must ascend, found {self.mesh.tolist()}")
         names = self.mesh_dim_names
         if names is not None and (len(names) != self.mesh.ndim or len(set(names)) != len(names)):
             raise ValueError(f"mesh_dim_names {names} must be {self.mesh.ndim} distinct names, one per mesh dim")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hyper_parallel.core.placement_types import Placement, Replicate, Shard
+from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.shard_spec import Range, chunk_ranges
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Layout:
         shape: the global shape.
 
     Raises:
-        ValueError: number of placements differs from the mesh's dims.
+        ValueError: number of placements differs from the mesh's dims, or sums and extrema are mixed.
         IndexError: a sharded dim that the shape does not have.
 
     Example:
@@ -182,4 +182,7 @@ def _normalize(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple
                 raise IndexError(f"{p} shards a dim that shape {shape} does not have")
             p = Shard(p.dim % len(shape))
         out.append(p)
+    kinds = {p.reduce_op for p in out if isinstance(p, Partial)}
+    if len(kinds) > 1:  # the value would depend on which is reduced first
+        raise ValueError(f"placements {tuple(map(str, placements))} hold Partial of two kinds; expected one")
     return tuple(out)

@@ -265,8 +265,6 @@ def errors(size: int) -> None:
     assert "shape (4, 4), S(0)@a, R@b on mesh (a=2, b=2)" in message
     other = distribute_tensor(_full(4, 4), line, [Shard(0)])
     raises(UnsupportedOperatorError, "two meshes", lambda: d + other)
-    raises(TypeError, "has no argument 'colour'", lambda: F.linear(d, d, colour=1))  # type: ignore[call-arg]
-    raises(TypeError, "got 'input' twice", lambda: F.layer_norm(d, (4,), input=d))  # type: ignore[misc]
     raises(IndexError, "out of range", lambda: d.sum(2))
     raises(ValueError, "broadcast", lambda: d + torch.zeros(3))
     raises(ValueError, "invalid for 16 elements", lambda: d.view(3, -1))

@@ -36,7 +36,8 @@ class OpEntry:
 
 _families: dict[str, DistributedOp] = {}
 _operators: dict[str, OpEntry] = {}
-_loaded: set[str] = set()
+_loaded: dict[str, Exception | None] = {}
+"""Backends whose tables were read, and what went wrong: a broken table fails every time, not only the first."""
 
 
 def register_distributed_op(name: str) -> Callable[[type[DistributedOp]], type[DistributedOp]]:
@@ -108,8 +109,19 @@ def parse_signature(text: str) -> Signature:
 
 def _load(platform_name: str) -> None:
     if platform_name in _loaded:
+        error = _loaded[platform_name]
+        if error is not None:
+            raise error
         return
-    _loaded.add(platform_name)
+    _loaded[platform_name] = None
+    try:
+        _read_everything(platform_name)
+    except Exception as error:
+        _loaded[platform_name] = error
+        raise
+
+
+def _read_everything(platform_name: str) -> None:
     package = resources.files("hyper_parallel.core.shard.ops")
     for module in sorted(p.name for p in package.iterdir() if p.name.endswith(".py") and p.name != "__init__.py"):
         importlib.import_module(f"hyper_parallel.core.shard.ops.{module[:-3]}")
