@@ -140,6 +140,12 @@ _OPTIONS = {
         ("'meta'", "'cpu'", "expected the same device"),
         only=("torch",),
     ),
+    "weight that requires a gradient": BadCall(
+        with_options(weight=lambda c: c.floats(CLASSES).requires_grad_()),
+        UNSUPPORTED,
+        ("not differentiable in the class weights",),
+        only=("torch",),
+    ),
     "weight that is no tensor": BadCall(
         with_options(weight=lambda c: [1.0] * CLASSES), "TypeError", ("list", "tensor")
     ),
