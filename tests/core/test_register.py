@@ -7,6 +7,7 @@ import subprocess
 import sys
 from inspect import Signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_users_own_files(tmp_path: Path) -> None:
 
 
 def test_bad_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_ops_register, "_families", {"mine": object()})
+    monkeypatch.setattr(parallel_ops_register, "_families", {"mine": SimpleNamespace(signature="input")})
     for text, message in BAD.items():
         with pytest.raises(ValueError) as caught:
             parallel_ops_register._read_table(text, "my.yaml", override=True)

@@ -110,7 +110,9 @@ class OpDispatcher:
     ) -> Any:
         tensors: list[Any] = []
         with self._platform.local_mode():  # for the dtypes
-            key: Any = (name, self._key(args, tensors), self._key_of_kwargs(kwargs, tensors) if kwargs else (), loss_state)
+            positional = self._key(args, tensors)
+            named = (*kwargs, self._key(tuple(kwargs.values()), tensors)) if kwargs else ()
+            key: Any = (name, positional, named, loss_state)
         try:
             recipe = self.cache.get(key)
         except TypeError:  # an argument without a hash: infer anew each time
@@ -147,9 +149,6 @@ class OpDispatcher:
             else:
                 key += (kind, x)
         return tuple(key)
-
-    def _key_of_kwargs(self, kwargs: Mapping[str, Any], tensors: list[Any]) -> tuple[Any, ...]:
-        return (*kwargs, self._key(tuple(kwargs.values()), tensors))
 
     def _infer(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Any]
@@ -222,6 +221,7 @@ class OpDispatcher:
 
 def _without_lonely_shards(layout: Layout) -> Layout:
     """Replicate instead of Shard on mesh dims of size 1, where both mean the same."""
+    sizes = layout.mesh.shape
     return layout.replace(
-        [Replicate() if n == 1 and p.is_shard() else p for n, p in zip(layout.mesh.shape, layout.placements, strict=True)]
+        [Replicate() if n == 1 and p.is_shard() else p for n, p in zip(sizes, layout.placements, strict=True)]
     )

@@ -55,7 +55,7 @@ def argument(call: OpCall, path: Path) -> TensorArg:
 
 
 def broadcast_labels(arg: TensorArg, shape: Sequence[int]) -> list[Label]:
-    """Labels of an operand that is broadcast to ``shape``: positions there; dims of size 1 that need not be cut: None."""
+    """Labels of an operand that is broadcast to ``shape``: positions there; None for sizes of 1 that need no cut."""
     sharded = {p.dim for p in arg.layout.placements if isinstance(p, Shard)}
     labels: list[Label] = []
     for i, size in enumerate(arg.shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Replicate
 from hyper_parallel.core.shard.distributed_op import DistributedOp, OpCall, OpPlan, Path, TensorArg
-from hyper_parallel.core.shard.ops._alignment import PartialRule, align, argument, broadcast_labels
+from hyper_parallel.core.shard.ops._alignment import Label, PartialRule, align, argument, broadcast_labels
 from hyper_parallel.core.shard.ops._shapes import broadcast_shape
 from hyper_parallel.core.shard.parallel_ops_register import register_distributed_op
 
@@ -102,9 +102,9 @@ class ExpandAs(DistributedOp):
         shape = other.shape
         if broadcast_shape(source.shape, shape) != shape:
             raise ValueError(f"expand_as: shape {source.shape} cannot be expanded to {shape}")
-        operands = {"input": broadcast_labels(source, shape), "other": list(range(len(shape)))}
-        aligned = align(self, call, operands, "multiply")
-        result = list(aligned.output(call, operands["other"], shape).placements)
+        labels: list[Label] = list(range(len(shape)))
+        aligned = align(self, call, {"input": broadcast_labels(source, shape), "other": labels}, "multiply")
+        result = list(aligned.output(call, labels, shape).placements)
         needed = list(aligned.inputs["other"].placements)
         for m, label in enumerate(aligned.labels):
             if label is None:  # each term of a Partial `other` has the whole shape, which is all that is needed

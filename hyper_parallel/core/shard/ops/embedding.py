@@ -38,8 +38,10 @@ def pad_if_empty(x: Tensor, dim: int) -> Tensor:
 
 @register_distributed_op("embedding")
 class Embedding(DistributedOp):
-    """``weight[input]``. ``weight: S(0)`` (vocabulary) -> Partial; ``S(1)`` (hidden) -> sharded last dim; ``input`` may be
-    sharded where the weight is whole."""
+    """``weight[input]``. ``weight: S(0)`` (vocabulary) -> Partial; ``S(1)`` (hidden) -> last dim sharded.
+
+    ``input`` may be sharded where the weight is whole. An index outside the table is invalid on every rank.
+    """
 
     signature = "input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False"
 
@@ -63,7 +65,12 @@ def _lookup(weight_layout: Layout) -> Callable[..., Tensor]:
     size = weight_layout.shape[0]
 
     def run(
-        op_call: Callable[..., Any], input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+        op_call: Callable[..., Any],
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         platform = get_platform()
         if padding_idx is not None:

@@ -89,8 +89,8 @@ def _read_part(
         found.source.append(None)
         found.tensors[path] = part
         found.places.append(len(found.result))
-    elif isinstance(part, Integral) and not isinstance(part, bool):
-        if not -size <= part < size:
+    elif isinstance(part, Integral) and type(part) is not bool:
+        if not -size <= int(part) < size:
             raise IndexError(f"index {part} is out of range for dim {dim} of size {size}")
         found.source.append(None)
     else:

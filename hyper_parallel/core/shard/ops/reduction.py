@@ -22,8 +22,9 @@ __all__ = ["Extremum", "Mean", "Reduction", "reduced_layout"]
 def reduced_layout(
     layout: Layout, dims: tuple[int, ...], keepdim: bool, over: Placement | None
 ) -> Layout | None:
-    """The layout after reducing ``dims``; mesh dims that shard one of them get ``over``, and None means they must not."""
-    shape, new_dim = [], {}
+    """The layout after reducing ``dims``; mesh dims that shard one of them get ``over`` (None: they must not)."""
+    shape: list[int] = []
+    new_dim: dict[int, int] = {}
     for d, size in enumerate(layout.shape):
         if d not in dims:
             new_dim[d] = len(shape)
