@@ -69,6 +69,8 @@ def fetch(
 
     The gradient that comes back must be the dual of ``wanted``: whole on every rank where that is Replicate.
     """
+    if isinstance(placement, Replicate) and isinstance(wanted, Replicate) and not isinstance(x, DTensor):
+        return x
     local, layout = take_apart(x, mesh, placement, size)
     return redistribute_local(local, layout, layout.replace([wanted]))
 
@@ -82,6 +84,8 @@ def fetch_for_shards(
         The tensor, and whether the caller must sum its gradient over the mesh (:func:`copy_to_tp_region`).
         Where ``x`` is sharded the gather that runs here does so, by a reduce-scatter in backward.
     """
+    if isinstance(placement, Replicate) and not isinstance(x, DTensor):
+        return x, True
     local, layout = take_apart(x, mesh, placement, size)
     found = layout.placements[0]
     if isinstance(found, Shard):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.core.dtensor import DTensor
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.shard_spec import ShardSpec
@@ -18,11 +19,13 @@ from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards, is_whole
-from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, scatter_to_tp_region
+from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, reduce_from_tp_region, scatter_to_tp_region
 from hyper_parallel.tensor_parallel.replicas import ReplicaSum
 from hyper_parallel.tensor_parallel.shared_input import SharedInput
 
 __all__ = ["ColumnRule", "EmbeddingColumnRule", "RowRule", "Rule", "VocabRule"]
+
+_LAST = Shard(-1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,12 +122,23 @@ class RowRule(Rule):
     transposed: bool = False
 
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
-        last = len(get_platform().shape(input)) - 1
-        size = self.in_features if self.input in (Shard(-1), Shard(last)) else None
-        x = fetch(input, self.mesh, self.input, Shard(-1), size)
+        x = self._own_features(input)
         y = get_module_backend().linear(x, module.weight, None, self.transposed)
         bias = getattr(module, "bias", None)
         return _deliver_sum(self, y, bias)
+
+    def _own_features(self, input: Any) -> Tensor:
+        shape = get_platform().shape(input)
+        last = len(shape) - 1
+        if self.input not in (_LAST, Shard(last)) or isinstance(input, DTensor):
+            return fetch(input, self.mesh, self.input, _LAST)
+        own = self.cuts["weight"].local_shape(self.group.rank)[0 if self.transposed else 1]
+        if shape[last] != own:
+            raise ValueError(
+                f"the input has {shape[last]} features (shape {shape}); expected {own}, the part of rank "
+                f"{self.group.rank} of {self.in_features} over {self.mesh.describe()}"
+            )
+        return input
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -196,15 +210,18 @@ def is_plain_cut(spec: ShardSpec) -> bool:
 
 def _deliver_features(rule: Rule, y: Tensor, features: int) -> Any:
     """Bring the own output features to where the rule wants them."""
-    shape = get_platform().shape(y)
-    if rule.use_local and rule.output in (Shard(-1), Shard(len(shape) - 1)):
+    if rule.use_local and rule.output == _LAST:
         return y
-    layout = Layout(rule.mesh, [Shard(-1)], (*shape[:-1], features))
+    shape = get_platform().shape(y)
+    layout = Layout(rule.mesh, [_LAST], (*shape[:-1], features))
     return deliver(y, layout, rule.output, rule.use_local)
 
 
 def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None) -> Any:
     """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it."""
+    if rule.use_local and isinstance(rule.output, Replicate):
+        y = reduce_from_tp_region(y, rule.group)
+        return y if bias is None else y + bias
     shape: Sequence[int] = get_platform().shape(y)
     layout = Layout(rule.mesh, [Partial()], shape)
     target = layout.replace([rule.output])

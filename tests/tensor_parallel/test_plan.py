@@ -94,6 +94,8 @@ def refused(case: str) -> None:
         model, plan = build("llama", heads=3, key_values=3), "auto"
     elif case == "key/value heads":
         model, plan = build("llama", heads=12, key_values=3), "auto"
+    elif case == "left out":
+        plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
     elif case == "norm of heads":
         model = build("qwen3")
         plan = {f"layers.*.self_attn.{n}_proj": "rowwise" if n == "o" else "colwise" for n in "qkvo"}
@@ -135,6 +137,7 @@ REFUSED = {
     "other models": ("ranks 0 and 1 have different models", "(11, 6)", "(12, 6)"),
     "query heads": ("model.layers.0.self_attn", "3 attention heads", "2 tensor-parallel ranks"),
     "key/value heads": ("3 key/value heads", "2 tensor-parallel ranks"),
+    "left out": ("layers.0.mlp.gate has parameters", "among features that are sharded", "give it a rule"),
     "norm of heads": ("self_attn.q_norm", "replicated_with_grad_allreduce"),
     "mixture of experts": ("not supported", "mixture-of-experts"),
 }
@@ -164,34 +167,35 @@ def test_not_a_module() -> None:
         assert error.type == "TypeError" and "found list" in error.message
 
 
-def report(uneven: bool) -> tuple[str, tuple[int, ...], tuple[str, ...], list[tuple[int, ...]]]:
+def report() -> tuple[str, tuple[int, ...], tuple[str, ...], list[tuple[int, ...]]]:
     from hyper_parallel.tensor_parallel.plan import parallelize_module, sharding_report
     from tests.tensor_parallel.small_modules import tiny
     from tests.tensor_parallel.torch_workers import tp_mesh
 
     model = tiny(tied=True)
-    plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", "head": "colwise_loss_parallel"}
+    plan = {"layers.*.mlp.down": "rowwise_rep", "layers.0.mlp.up": "colwise_rep", "head": "colwise_loss_parallel"}
     parallelize_module(model, tp_mesh(), plan)
     found = sharding_report(model)
     return str(found), found.rank_bytes, found.unsharded_linears, [tuple(p.shape) for p in model.parameters()]
 
 
 def test_report() -> None:
-    results = run_distributed(report, True, world_size=2)
+    results = run_distributed(report, world_size=2)
     for rank, (text, rank_bytes, unsharded, shapes) in enumerate(results):
         local = sum(8 * _product(s) for s in shapes)
         assert rank_bytes[rank] == local
-        assert unsharded == ("layers.0.mlp.gate", "layers.1.mlp.gate")
+        assert unsharded == ("layers.0.mlp.gate", "layers.1.mlp.gate", "layers.1.mlp.up")
         for line in (
             "tensor parallel over 2 ranks",
-            "layers.*.mlp.up: ColwiseParallel -> S(-1), 2 modules",
-            "    layers.*.mlp.up.weight: (10, 6) -> (5, 6) x 2",
+            "layers.*.mlp.down: RowwiseParallel R -> R, 2 modules, 576 B",
+            "    layers.*.mlp.down.weight: (6, 10) -> (6, 5) x 2",
             "    layers.*.mlp.down.bias: (6,) x 2",
+            "layers.0.mlp.up: ColwiseParallel -> R, 1 module",
             "head: ColwiseParallel -> S(-1) DTensor",
-            f"embed (tied to head): RowwiseParallel R -> R, 1 module, {[288, 240][0]} B",
+            "embed (tied to head): RowwiseParallel R -> R, 1 module, 288 B",
             f"    head.weight: (11, 6) -> ({6 - rank}, 6), tied to embed.weight",
             "    layers.*.norm.weight: (6,) x 2",
-            "linear layers and embeddings left whole: layers.0.mlp.gate, layers.1.mlp.gate",
+            "linear layers and embeddings left whole: layers.0.mlp.gate, layers.1.mlp.gate, layers.1.mlp.up",
         ):
             assert line in text, text
 
