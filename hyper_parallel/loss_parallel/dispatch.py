@@ -213,18 +213,22 @@ def _log_softmax(call: LossArguments, state: State) -> Any:
     if not isinstance(x, DTensor) or not state.loss_parallel or call.dim is None:
         return NotImplemented
     layout: Layout = x.global_layout
-    if not -layout.ndim <= call.dim < layout.ndim:
-        raise IndexError(f"log_softmax over dim {call.dim} of a tensor of shape {layout.shape}")
-    dim = call.dim % layout.ndim
-    mesh_dims = layout.tensor_map[dim]
-    if not mesh_dims:
+    if layout.is_replicated:
         return NotImplemented
     error: Exception | None = None
-    if len(mesh_dims) > 1 or layout.has_partial:
-        error = LossParallelLayoutError(
-            f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim and "
-            "no Partial"
-        )
+    mesh_dims: tuple[int, ...] = ()
+    if not -layout.ndim <= call.dim < layout.ndim:
+        error = IndexError(f"log_softmax over dim {call.dim} of a tensor of shape {layout.shape}")
+    else:
+        dim = call.dim % layout.ndim
+        mesh_dims = layout.tensor_map[dim]
+        if not mesh_dims:
+            return NotImplemented
+        if len(mesh_dims) > 1 or layout.has_partial:
+            error = LossParallelLayoutError(
+                f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim "
+                "and no Partial"
+            )
     local = platform.as_local(x)
     if platform.loss_kernels.validates_by_default(local):
         error = agree(View(error, _shared_text(call, layout)), layout.mesh, local)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tests.conformance.bad_calls import (
@@ -10,13 +12,29 @@ from tests.conformance.bad_calls import (
     TOKENS,
     UNSUPPORTED,
     BadCall,
+    Call,
     changes,
     on_last,
+    placements,
     with_options,
 )
 from tests.harness import this_rank
 
 __all__ = ["DISAGREEMENTS", "TWO_DIMS"]
+
+
+def _log_softmax_over(dim_of: Callable[[Call], int]) -> Callable[[Call], None]:
+    """Call log_softmax instead of the loss."""
+
+    def change(call: Call) -> None:
+        from hyper_parallel.loss_parallel import loss_parallel
+
+        logits = call.distributed(call.floats(TOKENS, 4), *placements("S1"))
+        with loss_parallel():
+            call.adapter.log_softmax(logits, dim_of(call))
+
+    return change
+
 
 DISAGREEMENTS = {
     "reduction": BadCall(
@@ -71,6 +89,9 @@ DISAGREEMENTS = {
     ),
     "longer weight on one rank": BadCall(
         with_options(weight=lambda c: c.floats(CLASSES + c.last)), LAYOUT, ("(9,)", "expected (8,)")
+    ),
+    "log_softmax over a dim that is not there, on one rank": BadCall(
+        _log_softmax_over(lambda c: 5 if c.last else 1), "IndexError", ("log_softmax over dim 5",)
     ),
     "strictness": BadCall(
         lambda c: changes(shards=(0,), context={"strict": c.last})(c), LAYOUT, ("S(0)@tp", "expected Shard(1)")

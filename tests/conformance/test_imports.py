@@ -14,7 +14,7 @@ from tests.conformance.groups import on_groups
 _ROOT = Path(__file__).parents[2]
 
 _SCRIPT = """
-import itertools, sys
+import sys
 
 FORMS = [
     "from hyper_parallel import loss_parallel; manager = loss_parallel",
@@ -34,7 +34,7 @@ assert not {"torch", "mindspore"} & set(sys.modules), "importing the package loa
 assert hyper_parallel.ParallelismConfig().loss_parallel_enabled is False
 assert not {"torch", "mindspore"} & set(sys.modules), "the configuration loads a framework"
 
-orders = [FORMS[i:] + FORMS[:i] for i in range(len(FORMS))] + [FORMS[::-1]]
+orders = [FORMS[i:] + FORMS[:i] for i in range(0, len(FORMS), 2)] + [FORMS[::-1]]
 for order in orders:
     for name in [name for name in sys.modules if name.partition(".")[0] == "hyper_parallel"]:
         del sys.modules[name]
