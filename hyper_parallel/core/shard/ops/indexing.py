@@ -89,12 +89,12 @@ def _read_part(
         found.source.append(None)
         found.tensors[path] = part
         found.places.append(len(found.result))
-    elif isinstance(part, Integral) and type(part) is not bool:
+    elif isinstance(part, bool) or not isinstance(part, Integral):
+        raise op.refuse(call, f"an index of {type(part).__name__}: masks, lists and arrays are not supported")
+    else:
         if not -size <= int(part) < size:
             raise IndexError(f"index {part} is out of range for dim {dim} of size {size}")
         found.source.append(None)
-    else:
-        raise op.refuse(call, f"an index of {type(part).__name__}: masks, lists and arrays are not supported")
 
 
 def _place_tensors(found: _Index) -> None:

@@ -16,7 +16,9 @@ __all__ = ["Cat", "Chunk", "Split", "Stack", "Unbind"]
 
 
 def _tensors(op: DistributedOp, call: OpCall) -> list[tuple[Path, TensorArg]]:
-    found: list[tuple[Path, TensorArg]] = [(path, t) for path, t in call.tensors() if not isinstance(path, str) and path[0] == "tensors"]
+    found: list[tuple[Path, TensorArg]] = [
+        (path, t) for path, t in call.tensors() if not isinstance(path, str) and path[0] == "tensors"
+    ]
     if len(found) != len(call.args["tensors"]) or not found:
         raise op.refuse(call, "expected a sequence of tensors")
     return found
