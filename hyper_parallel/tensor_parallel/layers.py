@@ -83,6 +83,11 @@ class SharedLayer(_base):  # type: ignore[misc]
             self._adjust(name, values)
             backend.fill_parameter(parameter, values)
 
+    def extra_repr(self) -> str:
+        """What PyTorch prints of the layer."""
+        shapes = ", ".join(f"{name} {spec.shape}" for name, spec in self.rule.cuts.items())
+        return f"{shapes}, rank {self.group.rank} of {self.group.size}"
+
     def _adjust(self, name: str, values: Any) -> None:
         """Change drawn values that have to be something else."""
 

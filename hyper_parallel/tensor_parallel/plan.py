@@ -43,6 +43,8 @@ def parallelize_module(
     Heads, fused projections and tied weights are recognised: an embedding and a last layer that share a
     weight share its part.
 
+    Dropout of activations that every rank holds must be the same on all: seed the ranks of a group alike.
+
     Args:
         module: the model; all ranks of a group pass the same one.
         device_mesh: 1-D, or with a dim named ``"tp"``; ours or the framework's.

@@ -27,6 +27,8 @@ __all__ = [
     "SummedGradients",
 ]
 
+_opaque = get_platform().opaque
+
 Layouts = Placement | Sequence[Placement | None] | None
 
 
@@ -50,9 +52,15 @@ class _Move:
 def move_one(
     x: Any, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, use_local: bool
 ) -> Any:
-    """One value; what is no tensor is left alone."""
-    if given is None or wanted is None or not get_platform().is_tensor(x):
+    """One value; without a placement it is left alone.
+
+    Raises:
+        TypeError: a placement for something that is no tensor.
+    """
+    if given is None or wanted is None or x is None:
         return x
+    if not get_platform().is_tensor(x):
+        raise TypeError(f"the plan gives {given} -> {wanted} for a {type(x).__name__}; expected a tensor")
     local, layout = take_apart(x, mesh, given)
     return deliver(local, layout, wanted, use_local)
 
@@ -88,6 +96,7 @@ class SummedRule(Rule):
 
     move: bool = False
 
+    @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         backend = get_module_backend()
         parameters = backend.own_parameters(module)

@@ -26,6 +26,7 @@ from hyper_parallel.tensor_parallel.shared_input import SharedInput
 __all__ = ["ColumnRule", "EmbeddingColumnRule", "RowRule", "Rule", "VocabRule"]
 
 _LAST = Shard(-1)
+_opaque = get_platform().opaque  # collectives run as they are, a compiler gets what lies between the layers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,6 +81,7 @@ class ColumnRule(Rule):
     shared_input: SharedInput | None = None
     replicas: Mapping[str, ReplicaSum] = field(default_factory=dict)
 
+    @_opaque
     def __call__(
         self, module: Module, forward: Callable[..., Any], input: Any, *, sequence_length: int | None = None
     ) -> Any:
@@ -121,6 +123,7 @@ class RowRule(Rule):
     in_features: int
     transposed: bool = False
 
+    @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
         x = self._own_features(input)
         y = get_module_backend().linear(x, module.weight, None, self.transposed)
@@ -156,6 +159,7 @@ class VocabRule(Rule):
     padding_idx: int | None = None
     scale: str | None = None
 
+    @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
         spec = self.cuts["weight"]
         start, stop = spec.ranges[self.group.rank][0]
@@ -180,6 +184,7 @@ class EmbeddingColumnRule(Rule):
     padding_idx: int | None = None
     scale: str | None = None
 
+    @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
         ids = fetch(input, self.mesh, self.input, Replicate())
         check_ids(ids, self.cuts["weight"].shape[0])

@@ -267,3 +267,35 @@ def autocast_matches() -> float:
 
 def test_autocast() -> None:
     assert max(run_distributed(autocast_matches, world_size=2)) < 0.05
+
+
+def order_of_backward(overlap: bool) -> list[str]:
+    """What backward starts first: the sum over the ranks, or the weight's gradient."""
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+
+    from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
+    from tests.tensor_parallel.torch_workers import tensor, tp_mesh
+
+    events: list[str] = []
+    layer = ColumnParallelLinear(IN, OUT, group=tp_mesh(), dtype=torch.float64, overlap=overlap)
+    x = tensor(values(3, IN), grad=True)
+    y = layer(x)
+    real = dist.all_reduce
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append("async sum" if kwargs.get("async_op") else "sum")
+        return real(*args, **kwargs)
+
+    layer.weight.register_hook(lambda grad: events.append("weight"))
+    with mock.patch.object(dist, "all_reduce", noted):
+        y.sum().backward()
+    return events
+
+
+@pytest.mark.contract("T1")
+def test_the_sum_overlaps_the_gradient_of_the_weight() -> None:
+    assert run_distributed(order_of_backward, True, world_size=2) == [["async sum", "weight"]] * 2
+    assert sorted(run_distributed(order_of_backward, False, world_size=2)[0]) == ["sum", "weight"]

@@ -155,6 +155,25 @@ def test_refused_on_every_rank(case: str) -> None:
         assert errors[0].message.startswith("rank 1: ")
 
 
+def not_a_tensor() -> None:
+    import torch
+
+    from hyper_parallel.core.placement_types import Replicate
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from hyper_parallel.tensor_parallel.prepare import PrepareModuleInput
+    from tests.tensor_parallel.small_modules import Outer
+    from tests.tensor_parallel.torch_workers import tp_mesh
+
+    style = PrepareModuleInput(input_layouts=(Replicate(),) * 2, desired_input_layouts=(Replicate(),) * 2)
+    model = parallelize_module(Outer(), tp_mesh(), style)
+    model(torch.ones(2, 6), "kept", scale=1)
+
+
+def test_a_placement_for_what_is_no_tensor() -> None:
+    for error in run_distributed(not_a_tensor, world_size=2, expect_error=True):
+        assert error.type == "TypeError" and "for a str" in error.message
+
+
 def not_a_module() -> None:
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from tests.tensor_parallel.torch_workers import tp_mesh
