@@ -1,8 +1,12 @@
-"""The one ContextVar: what the code that is running right now, in this thread, has switched on."""
+"""The one ContextVar: what the code that is running right now, in this thread, has switched on.
+
+It holds the changes of all contexts that are open, in the order of entering. Leaving one takes out its own and leaves
+the others, whatever the order: suspended generators need not be closed last in, first out, nor where they were started.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,7 +22,7 @@ __all__ = ["State", "SkipDTensorDispatch", "changed_state", "current_state"]
 
 @dataclass(frozen=True)
 class State:
-    """Immutable; entering a context puts a changed copy in the ContextVar and leaving it puts the old one back."""
+    """Immutable: the defaults with the changes of all open contexts, later ones winning."""
 
     config: ParallelismConfig = field(default_factory=ParallelismConfig)
     skip_dispatch: bool = False
@@ -27,24 +31,37 @@ class State:
     mesh: DeviceMesh | None = None
 
 
-_DEFAULT = State()
-_state: ContextVar[State] = ContextVar("hyper_parallel_state", default=_DEFAULT)
+@dataclass(frozen=True)
+class _Open:
+    """The open contexts' changes, outermost first, and what they make together."""
+
+    changes: tuple[Mapping[str, Any], ...] = ()
+    state: State = field(default_factory=State)
+
+
+_open: ContextVar[_Open] = ContextVar("hyper_parallel_state", default=_Open())
 
 
 def current_state() -> State:
     """The state of this thread and context."""
-    return _state.get()
+    return _open.get().state
 
 
 @contextmanager
 def changed_state(**changes: Any) -> Iterator[State]:
-    """Change some fields inside a ``with``; always restored, also by an exception."""
-    state = replace(_state.get(), **changes)
-    token = _state.set(state)
+    """Change some fields inside a ``with``; always taken back, also by an exception."""
+    _put(*_open.get().changes, changes)
     try:
-        yield state
+        yield current_state()
     finally:
-        _state.reset(token)
+        _put(*(other for other in _open.get().changes if other is not changes))
+
+
+def _put(*changes: Mapping[str, Any]) -> None:
+    state = State()
+    for change in changes:
+        state = replace(state, **change)
+    _open.set(_Open(changes, state))
 
 
 @contextmanager
