@@ -210,41 +210,6 @@ def test_partial_plus_replicated() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def initial_weights() -> dict[str, np.ndarray]:
-    import torch
-
-    from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
-    from tests.tensor_parallel.torch_workers import array, tp_mesh
-
-    torch.manual_seed(7)
-    mesh = tp_mesh()
-    made = {
-        "column": ColumnParallelLinear(130, 200, group=mesh),
-        "row": RowParallelLinear(130, 200, group=mesh),
-        "embedding": VocabParallelEmbedding(251, 20, 3, group=mesh),
-    }
-    return {
-        f"{name}.{own}": array(p) for name, layer in made.items() for own, p in layer.named_parameters()
-    }
-
-
-def test_initial_weights_do_not_depend_on_the_ranks() -> None:
-    (alone,) = run_distributed(initial_weights, world_size=1)
-    for world_size in (2, 4):
-        found = run_distributed(initial_weights, world_size=world_size)
-        for name, whole in alone.items():
-            if name == "row.bias":
-                parts = [whole] * world_size
-            else:
-                parts = pieces(whole, 1 if name == "row.weight" else 0, world_size)
-            for rank, part in enumerate(parts):
-                np.testing.assert_array_equal(found[rank][name], part)
-    np.testing.assert_array_equal(alone["embedding.weight"][3], 0)
-    bound = 1 / np.sqrt(130)
-    assert 0.99 * bound < np.abs(alone["column.weight"]).max() <= bound
-
-
 def autocast_matches() -> float:
     import torch
 
