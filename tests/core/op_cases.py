@@ -25,6 +25,7 @@ ELEMENTWISE = {
     "add_scalar_tensor": Case(lambda x, y: x + y, "f5,3 f", ("S0 R", "S0 T", "P R", "P P", "P T", "S1 P")),
     "add_number": Case(lambda x: x + 1.5, "f5,3", ("P", "S0")),
     "radd_number": Case(lambda x: 1.5 + x, "f5,3", ("P", "S0")),
+    "add_zero": Case(lambda x: sum([x, x]), "f5,3", ("P", "S0")),
     "sub_number": Case(lambda x: x - 2, "f5,3", ("P", "S0")),
     "rsub_number": Case(lambda x: 2 - x, "f5,3", ("P", "S0")),
     "sub": Case(lambda x, y: x - y, "f5,3 f5,3", ("P R", "R P", "S0 P")),

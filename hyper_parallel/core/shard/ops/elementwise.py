@@ -39,8 +39,11 @@ class Elementwise(DistributedOp):
         rule = call.options.get("partial")
         if rule == "linear" or rule == "multiply":
             return "multiply"
-        if rule == "add" and all(isinstance(call.args[name], TensorArg) for name in ("input", "other")):
-            return "add"  # a number would be added on every rank
+        if rule == "add":
+            numbers = [x for x in (call.args["input"], call.args["other"]) if not isinstance(x, TensorArg)]
+            if not numbers:
+                return "add"
+            return "multiply" if numbers[0] == 0 else "reduce"  # other numbers would be added on every rank
         if rule == "divide" and call.args.get("rounding_mode") is None:
             other = tensors.get("other")
             if other is None or not other.layout.has_partial:
