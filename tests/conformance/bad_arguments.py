@@ -129,7 +129,7 @@ _OPTIONS = {
         with_options(weight=lambda c: c.floats(CLASSES, 1)), LAYOUT, ("(8, 1)", "expected (8,)")
     ),
     "integer weight": BadCall(
-        with_options(weight=lambda c: c.integers(np.ones(CLASSES))), "TypeError", ("int64", "floating")
+        with_options(weight=lambda c: c.integers(np.ones(CLASSES))), "TypeError", ("int64", "expected", "float")
     ),
     "sharded weight": BadCall(
         with_options(weight=lambda c: _sharded_weight(c)), LAYOUT, ("S(0)@tp", "expected Replicate on every mesh dim")
@@ -192,6 +192,9 @@ _LOGITS = {
     ),
     "partial logits": BadCall(_partial_logits, LAYOUT, ("P@tp", "still to be reduced", "expected Shard(1)")),
     "integer logits": BadCall(changes(dtype="int64"), "TypeError", ("floating-point logits", "int64")),
+    "float8 logits": BadCall(
+        changes(dtype="float8_e4m3fn"), "TypeError", ("floating-point logits", "float8_e4m3fn"), only=("torch",)
+    ),
     "replicated logits with an explicit mesh": BadCall(
         changes(shards=(None,), context=lambda c: {"mesh": c.mesh}), LAYOUT, ("R@tp", "expected Shard(1)")
     ),

@@ -55,7 +55,7 @@ HALVES = {
 }
 
 TARGET_DTYPES = {
-    "torch": ("int64", "int32", "int16", "int8", "uint8"),
+    "torch": ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"),
     "mindspore": ("int64", "int32", "int16", "int8", "uint8"),
 }
 
