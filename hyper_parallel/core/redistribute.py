@@ -71,6 +71,9 @@ def redistribution_steps(source: Sequence[Placement], target: Sequence[Placement
             steps.append((d, current[d], after))
             current[d] = after
 
+    for d in sorted(reset):
+        if _is_extremum(current[d]):  # before another mesh dim becomes a sum: terms of two kinds do not mix
+            change(d, Replicate())
     for d in sorted(reset, reverse=True):
         touched = _dims(current[d]) | _dims(target[d])
         alone = not any((_dims(current[e]) | _dims(target[e])) & touched for e in range(n) if e != d)

@@ -161,7 +161,9 @@ def attempt(
     except UnsupportedOperatorError as error:
         return error
     except RuntimeError as error:
-        if "Cannot found __fallback__ attr" in str(error):  # a method of a plain tensor got a DTensor: MindSpore's refusal
+        if "Cannot found __fallback__ attr" in str(
+            error
+        ):  # a method of a plain tensor got a DTensor: MindSpore's refusal
             return error
         raise
     assert len(found) == len(expected), f"{where}: {len(found)} results, expected {len(expected)}"

@@ -31,7 +31,7 @@ __all__ = [
 
 Array = NDArray[Any]
 
-_EXTREMA = {"max": np.maximum, "min": np.minimum}
+_EXTREMA: dict[str, np.ufunc] = {"max": np.maximum, "min": np.minimum}
 
 
 def empty_or_alone(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -74,9 +74,7 @@ def reduce_scatter_uneven(x: Tensor, dim: int, sizes: Sequence[int], group: Grou
     return to_tensor(to_bits(whole)[_own(dim, sizes, group)].copy(), bits_dtype(x))
 
 
-def all_to_all_uneven(
-    chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group
-) -> list[Tensor]:
+def all_to_all_uneven(chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group) -> list[Tensor]:
     """Everybody sees everything and keeps its own. Two all-reduces: the sizes, then the data."""
     flat = [to_bits(c).reshape(-1) for c in chunks]
     sizes = _gather(np.array([f.size for f in flat], np.int64), group)  # [from, to]

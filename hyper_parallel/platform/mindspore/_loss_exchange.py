@@ -74,8 +74,8 @@ def merge_statistics(
     """Merge the ranks' statistics; bitwise equal results on all of them.
 
     ``"gather"`` runs one all-gather and merges in rank order, as online softmax does: of 8 bytes a token (fp64: 16) for
-    the plain loss with ``owner``, else of 4 bytes for each vector that ``local`` has. ``"reduce"`` runs an all-reduce of
-    the maxima, then one of everything else, rescaled and packed; it sends less in large groups.
+    the plain loss with ``owner``, else of 4 bytes for each vector that ``local`` has. ``"reduce"`` runs an all-reduce
+    of the maxima, then one of everything else, rescaled and packed; it sends less in large groups.
 
     Args:
         owner: per token the member that holds the target's class, negative for none; on the host only.

@@ -44,9 +44,7 @@ def describe(
         weight_shape=_shape(weight),
         weight_dtype=_dtype_name(weight),
         weight_requires_grad=isinstance(weight, Tensor) and requires_grad(weight),
-        same_device=all(
-            x.device == local_logits.device for x in (target, weight) if isinstance(x, Tensor)
-        ),
+        same_device=all(x.device == local_logits.device for x in (target, weight) if isinstance(x, Tensor)),
         ignore_index=options.ignore_index,
         label_smoothing=options.label_smoothing,
         z_loss=options.z_loss,

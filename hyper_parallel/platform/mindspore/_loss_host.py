@@ -130,7 +130,7 @@ class HostRoute:
     def gradient(
         self, x: Array, dim: int, factor: Array, shift: Array | None, weight: Array | None, inplace: bool
     ) -> Array:
-        """``factor exp(x_c - m) - shift w_c`` with the maximum m; rows whose factor is 0 are exactly ``- shift w_c``."""
+        """``factor exp(x_c - m) - shift w_c`` with the maximum m; rows whose factor is 0 are just ``- shift w_c``."""
         out = x if inplace and x.flags.writeable else np.empty(x.shape, x.dtype)
         for start, stop, (rows, grads), buffer in _chunks(dim, x, out):
             scale = factor[start:stop]

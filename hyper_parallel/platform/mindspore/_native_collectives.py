@@ -60,9 +60,7 @@ def reduce_scatter_uneven(x: Tensor, dim: int, sizes: Sequence[int], group: Grou
         return ops.narrow(reduced, dim, 0, own).contiguous()
 
 
-def all_to_all_uneven(
-    chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group
-) -> list[Tensor]:
+def all_to_all_uneven(chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group) -> list[Tensor]:
     """One AlltoAllV."""
     with _no_grad():
         flat = ops.concat([c.reshape(-1) for c in chunks])

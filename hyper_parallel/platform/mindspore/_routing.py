@@ -35,7 +35,9 @@ def route(function: FunctionType, handler: Handler) -> None:
         if name in function.__globals__:
             return
         code = function.__code__
-        original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+        original = FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
         original.__kwdefaults__ = function.__kwdefaults__
         original.__annotations__ = dict(function.__annotations__)
         original.__qualname__ = function.__qualname__

@@ -19,9 +19,7 @@ def check_versions() -> None:
     """
     mindspore, numpy = _installed("mindspore"), _installed("numpy")
     if mindspore is not None and _numbers(mindspore) < _OLDEST:
-        raise PlatformError(
-            f"MindSpore {mindspore} is too old; expected at least {'.'.join(map(str, _OLDEST))}"
-        )
+        raise PlatformError(f"MindSpore {mindspore} is too old; expected at least {'.'.join(map(str, _OLDEST))}")
     if numpy is not None and _numbers(numpy) >= (2,):
         raise PlatformError(
             f"MindSpore {mindspore} does not work with NumPy {numpy}; expected NumPy below 2 (pip install 'numpy<2')"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspore import Tensor
+import mindspore
+from mindspore import Tensor, _no_grad
 
 from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
 from hyper_parallel.platform.mindspore import _native_collectives as native
@@ -20,6 +21,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_uneven",
     "broadcast",
+    "copy",
     "reduce_scatter_uneven",
 ]
 
@@ -30,7 +32,7 @@ __all__ = [
 def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """Elementwise ``op`` over the group."""
     if group.size == 1 or x.size == 0:
-        return _copy(x)
+        return copy(x)
     return native.all_reduce(x, op, group) if group.handle.native else emulated.all_reduce(x, op, group)
 
 
@@ -58,12 +60,10 @@ def reduce_scatter_uneven(x: Tensor, dim: int, sizes: Sequence[int], group: Grou
     return route.reduce_scatter_uneven(x, dim, sizes, group)
 
 
-def all_to_all_uneven(
-    chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group
-) -> list[Tensor]:
+def all_to_all_uneven(chunks: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], group: Group) -> list[Tensor]:
     """Send ``chunks[i]`` to member i, receive ``shapes[i]`` from it."""
     if group.size == 1:
-        return [_copy(chunks[0])]
+        return [copy(chunks[0])]
     route = native if group.handle.native else emulated
     return route.all_to_all_uneven(chunks, shapes, group)
 
@@ -71,9 +71,13 @@ def all_to_all_uneven(
 def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     """The tensor of member ``src``."""
     if group.size == 1 or x.size == 0:
-        return _copy(x)
+        return copy(x)
     return native.broadcast(x, src, group) if group.handle.native else emulated.broadcast(x, src, group)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return emulated.empty_or_alone(x, x.shape)
+def copy(x: Tensor) -> Tensor:
+    """The values in memory of their own."""
+    if mindspore.get_context("device_target") == "CPU":
+        return emulated.empty_or_alone(x, x.shape)
+    with _no_grad():
+        return x.copy()

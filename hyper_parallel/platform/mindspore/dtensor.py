@@ -12,12 +12,10 @@ from contextlib import nullcontext
 from typing import Any
 
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
 
 from hyper_parallel.errors import UnsupportedOperatorError
-from hyper_parallel.platform.mindspore import _cpu_kernels
 from hyper_parallel.platform.mindspore.interop import install_routes
-from hyper_parallel.platform.mindspore.op_names import NamedCall, get_op_name, unpack
+from hyper_parallel.platform.mindspore.op_names import NamedCall, unpack
 
 __all__ = ["TensorBase", "as_dtensor", "as_local", "call_local", "local_mode"]
 
@@ -59,8 +57,8 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _TO_LOCAL = "use to_local() for this rank's part, or full_tensor() (collective) for the whole"
 _OUT_OF_PLACE = (
-    "a DTensor is not written to (on CPU, MindSpore's in-place arithmetic silently is not in place); compute a new one, "
-    "or write to to_local()"
+    "a DTensor is not written to (on CPU, MindSpore's in-place arithmetic silently is not in place); compute a new "
+    "one, or write to to_local()"
 )
 
 
@@ -88,7 +86,7 @@ class TensorBase(Tensor):
             raise UnsupportedOperatorError(f"{func.name}: {_OUT_OF_PLACE}")
         return type(self)._dispatch(*unpack(func, args, kwargs))
 
-    # -- global numbers --------------------------------------------------------------------------------------------
+    # -- global numbers ----------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,7 +117,7 @@ class TensorBase(Tensor):
 
     nelement = numel
 
-    # -- values on the host: the global ones -------------------------------------------------------------------------
+    # -- values on the host: the global ones -------------------------------------------------------------
 
     asnumpy = _host_value("asnumpy")
     numpy = _host_value("numpy")
@@ -134,7 +132,7 @@ class TensorBase(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec else str(self), spec)
 
-    # -- indexing ------------------------------------------------------------------------------------------------------
+    # -- indexing ----------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
         return type(self)._dispatch(_GETITEM, (self, index), {})
@@ -142,7 +140,7 @@ class TensorBase(Tensor):
     __setitem__ = _refused("__setitem__", "use ops.where, or write to to_local()")
     __contains__ = _refused("__contains__", _TO_LOCAL)
 
-    # -- arithmetic with a plain tensor on the left, and in place ------------------------------------------------------
+    # -- arithmetic with a plain tensor on the left, and in place ----------------------------------------
 
     __radd__ = _reflected(ops.add)
     __rsub__ = _reflected(ops.sub)
@@ -161,7 +159,7 @@ class TensorBase(Tensor):
     __ifloordiv__ = _in_place(ops.floor_div)
     __imod__ = _in_place(ops.floor_mod)
 
-    # -- the same tensor -----------------------------------------------------------------------------------------------
+    # -- the same tensor ---------------------------------------------------------------------------------
 
     def __pos__(self) -> TensorBase:
         return self
@@ -186,15 +184,15 @@ class TensorBase(Tensor):
     def type_as(self, other: Any) -> Any:
         return self.to(other.dtype)
 
-    # -- graph mode ------------------------------------------------------------------------------------------------------
+    # -- graph mode --------------------------------------------------------------------------------------
 
     @property
     def __self__(self) -> Any:
         # the compiler asks for this where it meets a captured tensor, and would go on with the local values
         if sys._getframe(1).f_code.co_name == "resolve_symbol":
             raise UnsupportedOperatorError(
-                "a DTensor is used in graph mode, where operators on it cannot be dispatched; use PyNative mode, or pass "
-                "to_local()"
+                "a DTensor is used in graph mode, where operators on it cannot be dispatched; use PyNative mode, or "
+                "pass to_local()"
             )
         raise AttributeError("__self__")
 
@@ -233,13 +231,7 @@ def as_local(x: Tensor) -> Tensor:
 
 def call_local(op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on the local tensors."""
-    name = get_op_name(op_call)
-    local_args = [_localize(a) for a in args]
-    local_kwargs = {key: _localize(value) for key, value in kwargs.items()}
-    if _cpu_kernels.needs_care(name, local_args):
-        return _cpu_kernels.run(name, op_call, local_args, local_kwargs)
-    with NoFallbackGuard():  # a DTensor deep inside an argument would lead here again, for ever
-        return op_call(*local_args, **local_kwargs)
+    return op_call(*[_localize(a) for a in args], **{key: _localize(value) for key, value in kwargs.items()})
 
 
 def _localize(x: Any) -> Any:

@@ -44,11 +44,16 @@ def install_routes(base: type) -> None:
         route(newer, _dispatch_as(name, base, on_cpu))
     route(primitive_module._run_op, _dispatch_lists(base))
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
-        route(function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()"))
+        route(
+            function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()")
+        )
     tensor_module = importlib.import_module("mindspore.common.tensor")  # the attribute of that name is a function
     Tensor.__getitem__ = _indexing(base)
     Tensor.__setitem__ = _item_assignment(base)
-    route(tensor_module._init, _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"))
+    route(
+        tensor_module._init,
+        _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"),
+    )
 
 
 def _dispatch_as(name: str, base: type, instead: Callable[..., Any] | None = None) -> Handler:
@@ -67,7 +72,7 @@ def _dispatch_as(name: str, base: type, instead: Callable[..., Any] | None = Non
 
 
 def _dispatch_lists(base: type) -> Handler:
-    """For ``_run_op(primitive, name, inputs)``: MindSpore itself looks for DTensors among the inputs, not inside lists."""
+    """For ``_run_op(primitive, name, inputs)``: MindSpore itself looks for DTensors among the inputs, not in lists."""
 
     def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = args[2] if len(args) == 3 else ()

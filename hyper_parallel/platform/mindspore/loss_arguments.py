@@ -10,7 +10,7 @@ from mindspore._c_expression import typing
 
 from hyper_parallel.platform.platform import LossArguments
 
-__all__ = ["bind"]
+__all__ = ["bind", "bind_log_softmax"]
 
 
 def _signature(**defaults: Any) -> Signature:
@@ -35,20 +35,27 @@ def bind(kind: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     Raises:
         TypeError: arguments that the function does not take.
     """
-    named = {_SAME.get(name, name): value for name, value in kwargs.items()}
     if kind == "log_softmax":
-        older = getattr(op_call, "name", None) == "LogSoftmax"
-        values = (_LOG_SOFTMAX if older else _LOG_SOFTMAX_EXT).bind(*args, **named)
-        values.apply_defaults()
-        a = values.arguments
-        dim = a["dim"]
-        if dim is None:  # the implicit choice, PyTorch's too
-            dim = 0 if a["input"].ndim in (0, 1, 3) else 1
-        dtype = a.get("dtype")
-        return LossArguments(kind, a["input"], dim=dim, dtype=_as_dtype(dtype))
-    values = _LOSS.bind(*args, **named)
+        return bind_log_softmax(getattr(op_call, "name", ""), args, kwargs)
+    values = _LOSS.bind(*args, **_renamed(kwargs))
     values.apply_defaults()
     return LossArguments(kind, **values.arguments)
+
+
+def bind_log_softmax(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossArguments:
+    """The same for the primitive of that name."""
+    signature = _LOG_SOFTMAX if name == "LogSoftmax" else _LOG_SOFTMAX_EXT
+    values = signature.bind(*args, **_renamed(kwargs))
+    values.apply_defaults()
+    a = values.arguments
+    dim = a["dim"]
+    if dim is None:  # the implicit choice, PyTorch's too
+        dim = 0 if a["input"].ndim in (0, 1, 3) else 1
+    return LossArguments("log_softmax", a["input"], dim=dim, dtype=_as_dtype(a.get("dtype")))
+
+
+def _renamed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {_SAME.get(name, name): value for name, value in kwargs.items()}
 
 
 def _as_dtype(dtype: Any) -> Any:

@@ -79,6 +79,8 @@ class MindSporeLossKernels(LossKernels):
     ) -> Tensor:
         options = LossOptions(validate=validate)
         self._ensure_valid("log_softmax", local_logits, dim, None, shard, None, options)
+        if dtype == mindspore.float64:  # cast first, so that the statistics have that precision as well
+            local_logits = local_logits.astype(dtype)
         return _LogSoftmax.apply(local_logits, self, dim, shard, dtype)
 
     def cross_entropy(
@@ -290,8 +292,7 @@ class _CrossEntropy(_Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
         if ctx.spent:
             raise RuntimeError(
-                "cross_entropy(inplace=True) has overwritten the logits with their gradient; "
-                "backward can run once"
+                "cross_entropy(inplace=True) has overwritten the logits with their gradient; backward can run once"
             )
         ctx.spent = ctx.state.options.inplace
         (local_logits,) = ctx.saved_tensors

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
-from hyper_parallel.platform.mindspore import random
+from hyper_parallel.platform.mindspore import _cpu_kernels, random
 
 __all__ = ["LOCAL_OP_NAMES", "LOSS_OP_NAMES", "NamedCall", "get_op_name", "unpack"]
 
@@ -32,8 +33,9 @@ LOSS_OP_NAMES = {
     "LogSoftmaxExt": "log_softmax",
 }
 """Operators that loss parallel takes over, and what each means. ``ops.cross_entropy``, the function of ``mint`` and the
-cells over both reach the dispatcher as one function, ``nll_loss`` likewise (see :mod:`.interop`); ``log_softmax`` as the
-primitive that it is. The primitive NLLLoss, which gives a pair, is not taken over: called directly it is refused."""
+cells over both reach the dispatcher as one function, ``nll_loss`` likewise (see :mod:`.interop`); ``log_softmax`` as
+the primitive that it is. The primitive NLLLoss, which gives a pair, is not taken over: called directly it is
+refused."""
 
 LOCAL_OP_NAMES = frozenset({"typeof"})
 """Questions that the local tensor answers as it is."""
@@ -47,7 +49,7 @@ _SEED_AND_OFFSET_LAST = frozenset({"FuncDropoutExt", "DropoutExt"})
 
 
 class NamedCall:
-    """A callable with the name that the dispatcher knows it by."""
+    """An operator as the dispatcher gets it: its name, and how to run it on local tensors."""
 
     __slots__ = ("_function", "name")
 
@@ -56,7 +58,8 @@ class NamedCall:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        with NoFallbackGuard():  # a DTensor deep inside an argument would lead to the dispatcher again, for ever
+            return _cpu_kernels.call(self.name, self._function, args, kwargs)
 
 
 class PackedPrimitive(NamedCall):
@@ -87,7 +90,7 @@ def unpack(
         return packed, (*args[2], *packed.attributes()), {}
     if name in _SEED_AND_OFFSET_LAST:
         return NamedCall(name, random.with_fresh_seed(func)), args, kwargs or {}
-    return func, args, kwargs or {}
+    return NamedCall(name, func), args, kwargs or {}
 
 
 def get_op_name(op_call: Any) -> str:

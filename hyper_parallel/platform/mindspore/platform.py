@@ -19,6 +19,7 @@ from mindspore import Tensor, communication, ops  # noqa: E402
 
 from hyper_parallel.platform.mindspore import (  # noqa: E402
     _communicator,
+    _cpu_kernels,
     _extremum,
     _host,
     collectives,
@@ -60,7 +61,7 @@ class MindSporePlatform(Platform):
     def __init__(self) -> None:
         self._communicators: dict[tuple[int, ...], _communicator.Communicator] = {}
 
-    # -- processes ---------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------------
 
     def ensure_initialized(self, device_type: str) -> None:
         if device_type not in _DEVICE_TARGETS:
@@ -106,7 +107,7 @@ class MindSporePlatform(Platform):
     def describe_native_mesh(self, mesh: Any) -> NativeMesh:
         raise TypeError(f"MindSpore has no mesh object to adopt, found {type(mesh).__name__}; use init_device_mesh")
 
-    # -- collectives -----------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Any, op: str, group: Group) -> Any:
         return collectives.all_reduce(x, op, group)
@@ -126,7 +127,7 @@ class MindSporePlatform(Platform):
     def broadcast(self, x: Any, src: int, group: Group) -> Any:
         return collectives.broadcast(x, src, group)
 
-    # -- autograd --------------------------------------------------------------------------------------------------
+    # -- autograd ----------------------------------------------------------------------------------------
 
     def linear_map(
         self,
@@ -140,7 +141,7 @@ class MindSporePlatform(Platform):
     def requires_grad(self, x: Any) -> bool:
         return custom_grad.requires_grad(x)
 
-    # -- tensors -----------------------------------------------------------------------------------------------------
+    # -- tensors -----------------------------------------------------------------------------------------
 
     def is_tensor(self, x: Any) -> bool:
         return isinstance(x, Tensor)
@@ -160,16 +161,16 @@ class MindSporePlatform(Platform):
     def narrow(self, x: Any, dim: int, start: int, length: int) -> Any:
         if length == 0:
             return self._zero_length(x, dim)
-        return ops.narrow(x, dim, start, length)
+        return _cpu_kernels.call("Narrow", ops.narrow, (x, dim, start, length), {}).contiguous()
 
     def cat(self, tensors: Sequence[Any], dim: int) -> Any:
-        return ops.concat(list(tensors), dim)
+        return _cpu_kernels.concat(tensors, dim)
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
         return ops.reshape(x, tuple(shape))
 
     def where(self, condition: Any, x: Any, other: float) -> Any:
-        return ops.where(condition, x, other)
+        return _cpu_kernels.call("Select", ops.where, (condition, x, other), {})
 
     def extremum(self, x: Any, dim: int, largest: bool) -> tuple[Any, Any]:
         return _extremum.extremum(x, dim, largest)
@@ -181,7 +182,7 @@ class MindSporePlatform(Platform):
         return ops.stop_gradient(x)
 
     def clone(self, x: Any) -> Any:
-        return custom_grad.linear_map(x, lambda v: v.copy(), lambda g: g)
+        return custom_grad.linear_map(x, collectives.copy, lambda g: g)
 
     def copy_leaf(self, x: Any) -> Any:
         return Tensor(dtensor.as_local(x).asnumpy())
@@ -197,11 +198,9 @@ class MindSporePlatform(Platform):
         """An empty slice, which ``ops.narrow`` refuses; still on the graph."""
         shape = tuple(x.shape)
         empty = (*shape[:dim], 0, *shape[dim + 1 :])
-        return custom_grad.linear_map(
-            x, lambda v: ops.zeros(empty, v.dtype), lambda g: ops.zeros(shape, g.dtype)
-        )
+        return custom_grad.linear_map(x, lambda v: ops.zeros(empty, v.dtype), lambda g: ops.zeros(shape, g.dtype))
 
-    # -- DTensor -----------------------------------------------------------------------------------------------------
+    # -- DTensor -----------------------------------------------------------------------------------------
 
     def local_mode(self) -> AbstractContextManager[Any]:
         return dtensor.local_mode()
@@ -234,7 +233,7 @@ class MindSporePlatform(Platform):
     def native_mesh(self, mesh: Any) -> Any:
         raise TypeError("MindSpore has no mesh object of its own")
 
-    # -- random numbers ------------------------------------------------------------------------------------------------
+    # -- random numbers ----------------------------------------------------------------------------------
 
     def draw_seed(self) -> int:
         return random.draw_seed()
@@ -248,7 +247,7 @@ class MindSporePlatform(Platform):
     def seeded(self, seed: int) -> AbstractContextManager[Any]:
         return random.seeded(seed)
 
-    # -- loss parallel ---------------------------------------------------------------------------------------------------
+    # -- loss parallel -----------------------------------------------------------------------------------
 
     @cached_property
     def loss_kernels(self) -> LossKernels:  # type: ignore[override]

@@ -58,7 +58,7 @@ def older_dropout(x: Tensor, keep_prob: float, *_: int) -> Any:
 
 
 def with_fresh_seed(op_call: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose last arguments are a seed and an offset, these drawn from the default generator when it runs."""
+    """An operator whose last arguments are a seed and an offset, drawn from the default generator when it runs."""
 
     def run(*args: Any) -> Any:
         seed, offset = default_generator._step(Tensor(_STEP, mindspore.int64))
