@@ -39,7 +39,8 @@ class _Open:
     state: State = field(default_factory=State)
 
 
-_open: ContextVar[_Open] = ContextVar("hyper_parallel_state", default=_Open())
+_NOTHING = _Open()
+_open: ContextVar[_Open] = ContextVar("hyper_parallel_state", default=_NOTHING)
 
 
 def current_state() -> State:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hyper_parallel.core.dtensor import DTensor
@@ -27,6 +28,8 @@ from hyper_parallel.platform.platform import LossArguments, Tensor
 
 __all__ = ["dispatch_loss_parallel", "intercept_native"]
 
+_opaque = get_platform().opaque
+
 
 def dispatch_loss_parallel(
     name: str, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -41,7 +44,7 @@ def dispatch_loss_parallel(
     kind = loss_kind(name)
     if kind is None:
         return NotImplemented
-    platform, state = get_platform(), current_state()
+    platform, state = get_platform(), _loss_state()
     call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
     logits = call.input
     if kind == "log_softmax":
@@ -55,9 +58,10 @@ def dispatch_loss_parallel(
     return _inside(call, state)
 
 
+@_opaque
 def intercept_native(name: str, op_call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The same for the framework's own distributed tensors; the result is one of these again."""
-    if not current_state().loss_parallel:
+    if not _loss_state().loss_parallel:
         return NotImplemented
     platform = get_platform()
     mixed = any(platform.is_tensor(x) and not platform.is_native_dtensor(x) for x in (*args, *kwargs.values()))
@@ -70,6 +74,17 @@ def intercept_native(name: str, op_call: Any, args: Sequence[Any], kwargs: Mappi
     if result is NotImplemented and mixed:  # the framework's operators do not take plain tensors beside its own
         result = op_call(*ours, **our_kwargs)
     return to_native(result) if isinstance(result, DTensor) else result
+
+
+def _loss_state() -> State:
+    """The state; of a forward pass that activation checkpointing repeats in backward, on: the first time it was legal.
+
+    Then ``backward()`` may run outside the context, or in a thread of the framework's that does not see it.
+    """
+    state = current_state()
+    if not state.loss_parallel and get_platform().in_backward():
+        state = replace(state, loss_parallel=True, strict=False, mesh=None)
+    return state
 
 
 # -- the three places a call can be in ------------------------------------------------------------------------------

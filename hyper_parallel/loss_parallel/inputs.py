@@ -19,6 +19,8 @@ from hyper_parallel.platform.platform import LossArguments, Tensor
 __all__ = ["LossInputs", "check_target_values", "class_dim_of", "prepare"]
 
 _REDUCTIONS = ("none", "mean", "sum")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_INTEGERS = tuple(f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64))
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,10 @@ def _check_options(call: LossArguments) -> None:
     platform = get_platform()
     if call.input.global_layout.ndim == 0:
         raise ValueError(f"{call.kind} needs logits with a class dim, found a 0-d DTensor")
-    if not platform.is_floating_point(call.input):
-        raise TypeError(f"{call.kind} needs floating-point logits, found {platform.dtype_name(call.input)}")
+    if platform.dtype_name(call.input) not in _FLOATS:
+        raise TypeError(
+            f"{call.kind} needs floating-point logits ({', '.join(_FLOATS)}), found {platform.dtype_name(call.input)}"
+        )
     if call.reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {_REDUCTIONS}, found {call.reduction!r}")
     if call.label_smoothing:
@@ -128,8 +132,8 @@ def _check_options(call: LossArguments) -> None:
             f"the target is {platform.dtype_name(call.target)}: class probabilities are not supported inside "
             "loss_parallel(); expected class indices of an integer dtype"
         )
-    if platform.dtype_name(call.target) == "bool":
-        raise TypeError("the target is bool; expected class indices of an integer dtype")
+    if platform.dtype_name(call.target) not in _INTEGERS:
+        raise TypeError(f"the target is {platform.dtype_name(call.target)}; expected class indices of an integer dtype")
     if platform.device_type(call.target) != platform.device_type(call.input):
         raise LossParallelLayoutError(
             f"the target is on {platform.device_type(call.target)!r}, the logits on "
@@ -209,8 +213,12 @@ def _weight(call: LossArguments, layout: Layout, class_dim: int) -> Tensor | Non
             f"the class weights have shape {platform.shape(weight)}; expected ({layout.shape[class_dim]},), the "
             "weights of all classes"
         )
-    if not platform.is_floating_point(weight):
-        raise TypeError(f"the class weights are {platform.dtype_name(weight)}; expected a floating dtype")
+    if platform.dtype_name(weight) not in _FLOATS:
+        raise TypeError(
+            f"the class weights are {platform.dtype_name(weight)}; expected a floating dtype ({', '.join(_FLOATS)})"
+        )
+    if platform.requires_grad(weight):
+        raise LossParallelUnsupportedError("the loss is not differentiable in the class weights; detach them")
     if platform.device_type(weight) != platform.device_type(call.input):
         raise LossParallelLayoutError(
             f"the class weights are on {platform.device_type(weight)!r}, the logits on "

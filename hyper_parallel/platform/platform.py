@@ -163,6 +163,10 @@ class Platform(ABC):
     def requires_grad(self, x: Tensor) -> bool:
         """Whether a gradient will be asked of ``x`` (True where the backend cannot tell)."""
 
+    def in_backward(self) -> bool:
+        """Whether a backward pass runs in this thread: forward code seen then is recomputed (checkpointing)."""
+        return False
+
     # -- tensors --------------------------------------------------------------------------------------------------
 
     @abstractmethod

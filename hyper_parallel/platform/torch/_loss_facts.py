@@ -38,7 +38,7 @@ def describe(
         target_dtype=_dtype_name(target),
         weight_shape=_shape(weight),
         weight_dtype=_dtype_name(weight),
-        weight_requires_grad=isinstance(weight, torch.Tensor) and weight.requires_grad,
+        weight_requires_grad=isinstance(weight, torch.Tensor) and weight.requires_grad and torch.is_grad_enabled(),
         same_device=all(
             x.device == local_logits.device for x in (target, weight) if isinstance(x, torch.Tensor)
         ),

@@ -116,6 +116,8 @@ class TorchLossKernels(LossKernels):
         )
         if dtype is None and torch.is_autocast_enabled(local_logits.device.type):
             dtype = statistics_dtype(local_logits)  # what autocast does with log_softmax
+        if dtype == torch.float64:  # PyTorch casts first, so the statistics have that precision as well
+            local_logits = local_logits.to(dtype)
         return _LogSoftmax.apply(local_logits, dim, shard, dtype)
 
     def cross_entropy(

@@ -116,6 +116,9 @@ class TorchPlatform(Platform):
     def requires_grad(self, x: Any) -> bool:
         return bool(torch.is_grad_enabled() and x.requires_grad)
 
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def is_tensor(self, x: Any) -> bool:
