@@ -5,19 +5,21 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Group, Tensor
 
 if TYPE_CHECKING:
     from hyper_parallel.core.shard_spec import ShardSpec
 
-__all__ = ["ForwardRule", "LayerFacts", "Module", "ModuleBackend", "Parameter", "get_module_backend"]
+__all__ = ["ForwardRule", "LayerFacts", "Module", "ModuleBackend", "Parameter", "get_module_backend", "offers_modules"]
 
 Module = Any
 """A module of the backend."""
@@ -208,8 +210,22 @@ class ModuleBackend(ABC):
 
 
 @lru_cache(maxsize=1)
+def offers_modules() -> bool:
+    """Whether this process's platform has a module backend."""
+    return importlib.util.find_spec(f"hyper_parallel.platform.{get_platform().name}.modules") is not None
+
+
+@lru_cache(maxsize=1)
 def get_module_backend() -> ModuleBackend:
-    """The one of this process's platform."""
+    """The one of this process's platform.
+
+    Raises:
+        PlatformError: the platform has none.
+    """
+    if not offers_modules():
+        raise PlatformError(
+            f"tensor-parallel layers and plans are not there for {get_platform().name}; expected the 'torch' backend"
+        )
     module = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}.modules")
     backend: ModuleBackend = module.create_module_backend()
     return backend
