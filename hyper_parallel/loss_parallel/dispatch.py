@@ -48,6 +48,8 @@ def dispatch_loss_parallel(
     call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
     logits = call.input
     if kind == "log_softmax":
+        if isinstance(logits, DTensor) and not state.loss_parallel:
+            return _log_softmax_outside(call, state, op_call, args, kwargs)
         return _log_softmax(call, state)
     if not isinstance(logits, DTensor):
         return _plain_logits(call, op_call, args, kwargs)
@@ -159,7 +161,8 @@ def _shared_text(call: LossArguments, layout: Layout, with_weight: bool = False)
     platform = get_platform()
     text = f"{call.kind} of {platform.dtype_name(call.input)} logits with {layout.describe()}"
     if call.kind == "log_softmax":
-        return f"{text}, dim={call.dim}"
+        dim = call.dim % layout.ndim if call.dim is not None and -layout.ndim <= call.dim < layout.ndim else call.dim
+        return f"{text}, dim={dim}"
     weight = ""
     if with_weight and platform.is_tensor(call.weight):
         weight = f", weight checksum {digest(platform.to_numpy(call.weight)):#010x}"
@@ -252,3 +255,23 @@ def _log_softmax(call: LossArguments, state: State) -> Any:
     shard = _class_shard(layout, dim, mesh_dims[0])
     result = platform.loss_kernels.log_softmax(local, dim, shard, dtype=call.dtype, validate=False)
     return platform.as_dtensor(DTensor, result, layout)
+
+
+def _log_softmax_outside(
+    call: LossArguments, state: State, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Where the configuration allows it, the sharded dim is gathered; else layout inference says what is missing."""
+    x: DTensor = call.input
+    layout = x.global_layout
+    if not state.config.loss_parallel_fallback_on_layout_error or call.dim is None or call.dim >= layout.ndim:
+        return NotImplemented
+    if not any(p.is_shard(call.dim % layout.ndim) for p in layout.placements):
+        return NotImplemented
+    warnings.warn(
+        f"log_softmax over a sharded dim outside loss_parallel(), of {layout.describe()}; gathering it, which is slow",
+        stacklevel=2,
+    )
+    whole = [Replicate() if p.is_shard(call.dim % layout.ndim) else p for p in layout.placements]
+    gathered = x.redistribute(placements=whole)
+    new_kwargs = {k: gathered if v is x else v for k, v in kwargs.items()}
+    return op_call(*[gathered if a is x else a for a in args], **new_kwargs)

@@ -138,8 +138,8 @@ class LossKernels(ABC):
         second result is not differentiable.
 
         Collectives:
-            Forward the exchange of statistics: 8 bytes a token, 16 with smoothing (see ``ClassShard.ranges``). Before it,
-            when validating, an all-gather of a header of fixed size. Backward none.
+            Forward the exchange of statistics: 8 bytes a token, 16 with smoothing (see ``ClassShard.ranges``). Before
+            it, when validating, an all-gather of a header of fixed size. Backward none.
         Raises:
             What :meth:`check_call` returns.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     DTensor,
+    ParallelismConfig,
     Replicate,
     Shard,
     distribute_tensor,
+    get_train_context,
     init_device_mesh,
     is_loss_parallel_active,
     loss_parallel,
@@ -179,3 +182,40 @@ def checkpointed(kind: str, other_thread: bool) -> float:
 def test_a_checkpointed_loss_is_repeated_outside_the_context(kind: str, other_thread: bool) -> None:
     for difference in run(checkpointed, kind, other_thread):
         assert difference < 1e-12
+
+
+def decomposed_outside_with_fallback() -> tuple[np.ndarray, np.ndarray, int]:
+    full = random(5, 7).requires_grad_()
+    target = torch.tensor([0, 6, 3, -100, 5])
+    config = ParallelismConfig(tensor_parallel_degree=2, loss_parallel_fallback_on_layout_error=True)
+    with get_train_context(False, config)(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        loss = F.nll_loss(F.log_softmax(distribute_tensor(full, mesh, [Shard(1)]), dim=-1), target)
+    loss.backward()
+    expected = F.cross_entropy(full.detach().requires_grad_(), target)
+    assert full.grad is not None
+    return loss.to_local().detach().numpy() - expected.detach().numpy(), full.grad.numpy(), len(caught)
+
+
+@pytest.mark.contract("C3")
+@pytest.mark.platform("torch")
+def test_the_fallback_covers_the_decomposed_loss() -> None:
+    full = random(5, 7).requires_grad_()
+    F.cross_entropy(full, torch.tensor([0, 6, 3, -100, 5])).backward()
+    for difference, gradient, warned in run(decomposed_outside_with_fallback):
+        assert abs(difference) < 1e-12 and warned == 1
+        np.testing.assert_allclose(gradient, full.grad, rtol=1e-12, atol=1e-14)
+
+
+def log_softmax_over_the_same_dim_in_two_spellings() -> np.ndarray:
+    with loss_parallel():
+        return F.log_softmax(shard(random(5, 7), 1), dim=(-1, 1)[this_rank()]).full_tensor().detach().numpy()
+
+
+@pytest.mark.contract("K1")
+@pytest.mark.platform("torch")
+def test_a_negative_dim_is_the_dim_that_it_means() -> None:
+    expected = torch.log_softmax(random(5, 7), 1)
+    for result in run(log_softmax_over_the_same_dim_in_two_spellings):
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
