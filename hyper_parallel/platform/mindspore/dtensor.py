@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore.interop import install_routes
@@ -213,6 +213,8 @@ def as_dtensor(cls: type, local: Tensor, layout: Any, *, fresh: bool = False) ->
     """Dress ``local`` with ``layout``, on the same autograd graph and storage."""
     # without it the error of an operator that the device lacks surfaces below, and crashes the interpreter
     local.wait_pipeline()
+    if isinstance(local, Parameter):  # an alias of it would get a gradient that the parameter does not see
+        local = local.view(local.shape)
     if fresh and type(local) is Tensor:
         local.__class__ = cls  # cheaper than an alias
         out = local
