@@ -26,6 +26,8 @@ from hyper_parallel import (
 )
 from tests.harness import Raised, run_distributed, this_rank
 
+pytestmark = pytest.mark.platform("torch")
+
 TARGET = torch.tensor([0, 6, 3, -100, 5])
 
 
@@ -199,7 +201,6 @@ def decomposed_outside_with_fallback() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @pytest.mark.contract("C3")
-@pytest.mark.platform("torch")
 def test_the_fallback_covers_the_decomposed_loss() -> None:
     full = random(5, 7).requires_grad_()
     F.cross_entropy(full, torch.tensor([0, 6, 3, -100, 5])).backward()
@@ -214,7 +215,6 @@ def log_softmax_over_the_same_dim_in_two_spellings() -> np.ndarray:
 
 
 @pytest.mark.contract("K1")
-@pytest.mark.platform("torch")
 def test_a_negative_dim_is_the_dim_that_it_means() -> None:
     expected = torch.log_softmax(random(5, 7), 1)
     for result in run(log_softmax_over_the_same_dim_in_two_spellings):
