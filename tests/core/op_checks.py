@@ -22,8 +22,8 @@ from hyper_parallel.core.placement_types import Partial, Placement, Replicate, S
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform import get_platform
 
-MOST_COMBINATIONS = {(2,): 40, (2, 2): 30}  # of every case on a mesh; else:
-FEWER = 12
+MOST_COMBINATIONS = {(2,): 30, (2, 2): 20}  # of every case on a mesh; else:
+FEWER = 10
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class OpDispatcher:
         self.loss_handler: LossHandler | None = None
         self.loss_op_names: Any = frozenset()
         self._platform = get_platform()
+        self._without_layout = {*self._platform.local_op_names, *METADATA_OPS, *VALUE_OPS}
 
     def dispatch(self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one operator.
@@ -80,17 +81,23 @@ class OpDispatcher:
         """
         name = self._platform.get_op_name(op_call)
         state = current_state()
-        if state.skip_dispatch or name in self._platform.local_op_names:
-            return self._platform.call_local(op_call, args, kwargs)
-        if name in METADATA_OPS:
-            return METADATA_OPS[name](*args, **kwargs)
-        if name in VALUE_OPS:
-            return host_value(op_call, args, kwargs)
+        if state.skip_dispatch or name in self._without_layout:
+            return self._dispatch_without_layout(name, op_call, args, kwargs, state.skip_dispatch)
         if name in self.loss_op_names:
             result = self._dispatch_loss_parallel(op_call, args, kwargs)
             if result is not NotImplemented:
                 return result
         return self._dispatch_layout_infer(name, op_call, args, kwargs, (state.loss_parallel, state.strict))
+
+    def _dispatch_without_layout(
+        self, name: str, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], skip: bool
+    ) -> Any:
+        """Operators on the local tensors as they are, questions about the shape, and values on the host."""
+        if skip or name in self._platform.local_op_names:
+            return self._platform.call_local(op_call, args, kwargs)
+        if name in METADATA_OPS:
+            return METADATA_OPS[name](*args, **kwargs)
+        return host_value(op_call, args, kwargs)
 
     def _dispatch_loss_parallel(
         self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -27,7 +27,7 @@ class _Index:
     result: list[Label] = field(default_factory=list)
     shape: list[int] = field(default_factory=list)
     tensors: dict[Path, TensorArg] = field(default_factory=dict)
-    whole: list[Path] = field(default_factory=list)  # full slices: written as [:], which fits a shard as well
+    whole: list[Path] = field(default_factory=list)  # full slices in numbers: to be [:], which fits a shard as well
     places: list[int] = field(default_factory=list)  # where the index tensors stand in the result
 
 
@@ -80,7 +80,8 @@ def _read_part(
         chosen = part.indices(size)
         if chosen == (0, size, 1):
             _take_whole(found, dim, size)
-            found.whole.append(path)
+            if part != slice(None):
+                found.whole.append(path)
         else:
             found.source.append(None)
             found.result.append(None)
