@@ -232,5 +232,7 @@ def table_names() -> tuple[list[str], list[str]]:
 
     from hyper_parallel.core.shard.parallel_ops_register import registered_ops
 
-    primitives = {name for module in (operations, gen_ops_prim) for name, x in vars(module).items() if isinstance(x, type)}
+    primitives = {
+        name for module in (operations, gen_ops_prim) for name, x in vars(module).items() if isinstance(x, type)
+    }
     return sorted(registered_ops("mindspore")), sorted(primitives)

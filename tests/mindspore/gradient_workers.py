@@ -36,7 +36,9 @@ def through(source: str, target: str) -> None:
     local = Tensor(x[tuple(slice(lo, hi) for lo, hi in before.local_ranges())] * term)
 
     def loss(local: Tensor) -> Tensor:
-        moved = DTensor.from_local(local, mesh, before.placements, shape=x.shape).redistribute(placements=after.placements)
+        moved = DTensor.from_local(local, mesh, before.placements, shape=x.shape).redistribute(
+            placements=after.placements
+        )
         whole = moved.full_tensor()
         return platform.sum_tokens(whole * whole * Tensor(w))
 

@@ -63,7 +63,7 @@ class LossNetwork(nn.Cell):
 
 
 def compilation() -> None:
-    """Compiled for the first time after routing, in and out of the context, the loss of plain tensors is what it was."""
+    """Compiled for the first time after routing, in and out of the context: the loss of plain tensors as it was."""
     logits, labels = Tensor(LOGITS), Tensor(LABELS)
     with loss_parallel():
         inside = compiled_loss(logits, labels)

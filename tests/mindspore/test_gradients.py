@@ -1,4 +1,4 @@
-"""Trap 13: MindSpore's own communication operators differentiate to others, with gradients times the number of ranks."""
+"""Trap 13: MindSpore's own communication operators differentiate to others, with gradients times the degree."""
 
 from __future__ import annotations
 

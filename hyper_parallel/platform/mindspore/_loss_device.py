@@ -51,6 +51,9 @@ class DeviceRoute:
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.astype(dtype)
 
+    def number(self, value: float, dtype: Any) -> Tensor:
+        return Tensor(value, dtype)  # a Python number would be rounded to fp32
+
     def full(self, size: int, value: float, dtype: Any) -> Tensor:
         return ops.full((size,), value, dtype=dtype)
 

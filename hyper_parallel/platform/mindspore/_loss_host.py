@@ -69,6 +69,10 @@ class HostRoute:
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.astype(dtype, copy=False)
 
+    def number(self, value: float, dtype: Any) -> Any:
+        """A factor that takes part in the vectors' precision."""
+        return np.dtype(dtype).type(value)
+
     def full(self, size: int, value: float, dtype: Any) -> Array:
         return np.full(size, value, dtype)
 

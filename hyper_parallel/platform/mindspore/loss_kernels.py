@@ -157,18 +157,21 @@ class MindSporeLossKernels(LossKernels):
             assert total.target_gap is not None
 
             nll = total.target_gap + total.log_sum_exp
-            slope = (1.0 - smoothing) * token_weight
+            keep, factor, z = (
+                route.number(value, dtype)
+                for value in (1.0 - smoothing, smoothing / max(shard.num_classes, 1), options.z_loss)
+            )
+            slope = keep * token_weight
             loss = slope * nll
             uniform = lse = None
             if total.shortfall is not None and total.weight_sum is not None:
-                factor = smoothing / max(shard.num_classes, 1)
                 uniform = route.cast(factor * total.weight_sum, dtype)
                 loss = loss + uniform * total.log_sum_exp + factor * total.shortfall
                 slope = slope + uniform
             if options.z_loss:
                 lse = total.reference + total.log_sum_exp
-                loss = loss + options.z_loss * lse * lse
-                slope = slope + 2.0 * options.z_loss * lse
+                loss = loss + z * lse * lse
+                slope = slope + 2.0 * z * lse
             # 0 on a rank without classes, whose maximum is -inf
             scale = route.exp((maximum - total.reference) - total.log_sum_exp)
             outside = kept & ((labels < 0) | (labels >= shard.num_classes))
@@ -193,7 +196,8 @@ class MindSporeLossKernels(LossKernels):
             upstream = self._masked(upstream, state.target_index != IGNORED, None, dtype)
             shift = None
             if state.smoothing is not None:
-                shift = upstream * (state.options.label_smoothing / max(state.shard.num_classes, 1))
+                factor = state.options.label_smoothing / max(state.shard.num_classes, 1)
+                shift = upstream * route.number(factor, dtype)
             weight = None
             if state.weight is not None:
                 weight = route.cast(state.weight[state.shard.start : state.shard.stop], dtype)
@@ -254,17 +258,17 @@ class MindSporeLossKernels(LossKernels):
         close to 1.
         """
         route, options = self.route, state.options
-        smoothing = options.label_smoothing
-        target_weight: Any = 1.0
+        smoothing, dtype = options.label_smoothing, state.slope.dtype
+        target_weight: Any = route.number(1.0, dtype)
         if weight is not None and state.shard.stop > state.shard.start:
             last = state.shard.stop - state.shard.start - 1
             target_weight = route.take(weight, route.clip(state.target_index, 0, last))
-        slope = (1.0 - smoothing) * target_weight * route.expm1(-state.nll)
+        slope = route.number(1.0 - smoothing, dtype) * target_weight * route.expm1(-state.nll)
         if state.smoothing is not None:
             slope = slope + state.smoothing * route.exp(-state.nll)
-            slope = slope - smoothing / max(state.shard.num_classes, 1) * target_weight
+            slope = slope - route.number(smoothing / max(state.shard.num_classes, 1), dtype) * target_weight
         if state.lse is not None:
-            slope = slope + 2.0 * options.z_loss * state.lse * route.exp(-state.nll)
+            slope = slope + 2.0 * route.number(options.z_loss, dtype) * state.lse * route.exp(-state.nll)
         return slope
 
 
