@@ -7,18 +7,13 @@ import pickle
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.core.dtensor import DTensor, dispatcher, distribute_tensor
 from hyper_parallel.core.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.state import SkipDTensorDispatch, changed_state
 from hyper_parallel.errors import UnsupportedOperatorError
-from tests.core.op_checks import close, mesh_of
+from tests.core.op_checks import close, mesh_of, normal
 from tests.core.raising import raises
-
-
-def _full(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def making(size: int) -> None:
@@ -30,7 +25,7 @@ def making(size: int) -> None:
     assert tuple(d.shape) == (2, 3 * size) and d.placements == (Shard(1),) and d.device_mesh == mesh
     assert d.data_ptr() == local.data_ptr() == d.to_local().data_ptr()
     assert type(local) is torch.Tensor and type(d.to_local()) is torch.Tensor
-    full = _full(5, 7)
+    full = normal(5, 7)
     d = distribute_tensor(full, mesh, [Shard(0)])
     assert tuple(d.shape) == (5, 7) and torch.equal(d.full_tensor(), full)
     assert torch.equal(d.to_local(), (*full.chunk(size), *[full[:0]] * size)[rank])
@@ -44,7 +39,7 @@ def making(size: int) -> None:
     raises(IndexError, "shards a dim", lambda: DTensor.from_local(local, mesh, [Shard(2)]))
     # the gradient of a whole tensor is whole
     leaf = full.clone().requires_grad_()
-    weight = _full(5, 7, seed=1)
+    weight = normal(5, 7, seed=1)
     (distribute_tensor(leaf, mesh, [Shard(1)]) * distribute_tensor(weight, mesh, [Shard(1)])).sum().backward()
     close(leaf.grad, weight, "distribute_tensor")  # type: ignore[arg-type]
     # from_local and to_local are on the graph
@@ -63,7 +58,7 @@ def making(size: int) -> None:
 def python_protocol(size: int) -> None:
     """repr, len, iteration, copies, pickling, questions about the shape."""
     mesh = mesh_of((size,))
-    full = _full(3, 4)
+    full = normal(3, 4)
     d = distribute_tensor(full, mesh, [Shard(1)])
     assert repr(d).startswith("DTensor(shape=(3, 4), float64, S(1)@a, mesh (a=") and str(d) == repr(d) == f"{d}"
     assert len(d) == 3 and d.size() == torch.Size((3, 4)) == d.shape and d.size(-1) == 4 and d.size(dim=0) == 3
@@ -92,7 +87,7 @@ def python_protocol(size: int) -> None:
 def values(size: int) -> None:
     """Values on the host are the global ones, or refused."""
     mesh = mesh_of((size,))
-    full = _full(4, 3).abs()
+    full = normal(4, 3).abs()
     d = distribute_tensor(full, mesh, [Shard(0)])
     total = d.sum()
     assert total.placements == (Partial(),)
@@ -117,137 +112,10 @@ def values(size: int) -> None:
     raise AssertionError("a Partial in a condition was not reduced")
 
 
-def gradients(size: int) -> None:
-    """backward, grad, hooks, autograd.grad: as of a plain tensor, with layouts."""
-    mesh = mesh_of((size,))
-    full, weight = _full(4, 3), _full(4, 3, seed=1)
-    x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
-    w = distribute_tensor(weight, mesh, [Shard(0)])
-    seen: list[torch.Tensor] = []
-    x.register_hook(lambda g: seen.append(g))
-    y = x * w
-    y.retain_grad()
-    assert not y.is_leaf and x.is_leaf and y.grad_fn is not None and x.grad is None
-    y.sum().backward()
-    assert len(seen) == 1 and type(seen[0]) is torch.Tensor and seen[0].shape == x.to_local().shape
-    assert isinstance(x.grad, DTensor) and x.grad.placements == (Shard(0),)
-    close(x.grad.full_tensor(), weight, "grad")
-    close(y.grad.full_tensor(), torch.ones_like(full), "retain_grad")
-    x.grad.zero_()
-    assert not x.grad.to_local().any()
-    x.grad = None
-    assert x.grad is None
-    x.grad = w
-    assert x.grad.to_local().data_ptr() == w.to_local().data_ptr()
-    del x.grad
-    assert x.grad is None
-    whole = w.redistribute(placements=[Replicate()])
-    if size > 1:
-        raises(ValueError, "a gradient of", lambda: setattr(x, "grad", whole))
-        raises(ValueError, "a gradient of", lambda: (x * 2).backward(whole))
-    (x * 2).backward(w)
-    close(x.grad.full_tensor(), 2 * weight, "backward(gradient)")
-    # of a Partial: the whole gradient on every rank
-    x.grad = None
-    seed = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    (x * w).sum(0).backward(distribute_tensor(seed, mesh, [Replicate()]))
-    close(x.grad.full_tensor(), weight * seed, "backward of a Partial")
-    x.grad = None
-    (x * w).sum(0).backward(seed)
-    close(x.grad.full_tensor(), weight * seed, "backward with a plain tensor")
-    r = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
-    z = torch.zeros(2, requires_grad=True)
-    gx, gr, gz = torch.autograd.grad((x * r).sum(), [x, r, z], allow_unused=True)
-    close(gx.full_tensor(), weight, "autograd.grad of a shard")
-    assert gr.placements == (Replicate(),) and gz is None
-    close(gr.to_local(), full, "autograd.grad of a replicated tensor")
-    (g,) = torch.autograd.grad(x * w, x, grad_outputs=w)
-    close(g.full_tensor(), weight**2, "autograd.grad with grad_outputs")
-    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-    (g,) = torch.autograd.grad(g.sum(), x)
-    close(g.full_tensor(), 6 * full, "second derivative")
-    x.grad = None
-    torch.autograd.backward([(x * w).sum(), (x * w).sum()])
-    close(x.grad.full_tensor(), 2 * weight, "autograd.backward")
-    with torch.no_grad():
-        assert not (x * w).requires_grad
-    with torch.inference_mode():
-        assert torch.equal((x * 2).to_local(), x.detach().to_local() * 2)
-    assert (x.detach() * 2).requires_grad is False
-    x.requires_grad_(False)
-    assert not x.requires_grad
-
-
-def writing(size: int) -> None:
-    """In place: the same object, the same memory, the same layout."""
-    mesh = mesh_of((size,))
-    full = _full(4, 3)
-    x = distribute_tensor(full, mesh, [Shard(0)])
-    memory = x.data_ptr()
-    same = x
-    x += 1
-    assert x is same and x.mul_(2) is x and x.data_ptr() == memory
-    x[:, 1] = 0
-    full = (full + 1) * 2
-    full[:, 1] = 0
-    close(x.full_tensor(), full, "in place")
-    x.data = distribute_tensor(full, mesh, [Shard(0)])
-    assert x.data_ptr() != memory or x.to_local().numel() == 0
-    if size > 1:
-        raises(UnsupportedOperatorError, "same layout", lambda: setattr(x, "data", torch.zeros(4, 3)))
-        raises(UnsupportedOperatorError, "in place needs", lambda: x.redistribute(placements=[Replicate()]).add_(x))
-        raises(UnsupportedOperatorError, "in place needs", lambda: x.t_())
-        raises(UnsupportedOperatorError, "out=", lambda: torch.add(x, x, out=x))
-    view = x.view(2, 2, 3) if size <= 2 else x.unsqueeze(0)
-    view.zero_()
-    assert not x.to_local().any()
-
-
-def optimizers(size: int) -> None:
-    """SGD and AdamW on DTensor parameters: the steps of one device."""
-    mesh = mesh_of((size,))
-    for make in (
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-        lambda p: torch.optim.AdamW(p, lr=0.1),
-    ):
-        single = [_full(4, 3).requires_grad_(), _full(3, seed=1).requires_grad_()]
-        several = [
-            torch.nn.Parameter(distribute_tensor(single[0].detach(), mesh, [Shard(0)])),
-            torch.nn.Parameter(distribute_tensor(single[1].detach(), mesh, [Replicate()])),
-        ]
-        for parameters in (single, several):
-            optimizer = make(parameters)
-            for _ in range(3):
-                optimizer.zero_grad()
-                ((parameters[0] * parameters[1]) ** 2).sum().backward()
-                optimizer.step()
-        for p, q in zip(several, single):
-            close(p.full_tensor(), q, "after three steps")
-
-
-def recomputation(size: int) -> None:
-    """Activation checkpointing runs operators, and draws the same masks, inside backward."""
-    mesh = mesh_of((size,))
-    w = distribute_tensor(_full(6, 4), mesh, [Shard(0)]).requires_grad_()
-    x = distribute_tensor(_full(3, 4, seed=1), mesh, [Replicate()]).requires_grad_()
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(F.gelu(F.linear(x, w)), 0.5)
-
-    torch.manual_seed(1)
-    expected = torch.autograd.grad((block(x) ** 2).sum(), [x, w])
-    for reentrant in (False, True):
-        x.grad = w.grad = None
-        torch.manual_seed(1)
-        (checkpoint(block, x, use_reentrant=reentrant) ** 2).sum().backward()
-        for leaf, grad in zip((x, w), expected):
-            assert torch.equal(leaf.grad.to_local(), grad.to_local()), f"use_reentrant={reentrant}"
-
-
 def skipping(size: int) -> None:
     """Inside SkipDTensorDispatch everything is local."""
     mesh = mesh_of((size,))
-    d = distribute_tensor(_full(4, 6), mesh, [Shard(1)])
+    d = distribute_tensor(normal(4, 6), mesh, [Shard(1)])
     with SkipDTensorDispatch():
         y = d + 1
         assert type(y) is torch.Tensor and y.shape == d.shape == d.size()
@@ -258,12 +126,12 @@ def skipping(size: int) -> None:
 def errors(size: int) -> None:
     """What has no rule says so, on every rank, and names the way out."""
     mesh, line = mesh_of((2, 2)), mesh_of((4,))
-    d = distribute_tensor(_full(4, 4), mesh, [Shard(0), Replicate()])
+    d = distribute_tensor(normal(4, 4), mesh, [Shard(0), Replicate()])
     message = raises(UnsupportedOperatorError, "'inverse' has no distributed rule", lambda: d.inverse())
     assert "S(0)@a" in message and "HYPER_PARALLEL_OPS_YAML_DIR" in message and "register_distributed_op" in message
     message = raises(UnsupportedOperatorError, "cumsum", lambda: d.cumsum(0))
     assert "shape (4, 4), S(0)@a, R@b on mesh (a=2, b=2)" in message
-    other = distribute_tensor(_full(4, 4), line, [Shard(0)])
+    other = distribute_tensor(normal(4, 4), line, [Shard(0)])
     raises(UnsupportedOperatorError, "two meshes", lambda: d + other)
     raises(IndexError, "out of range", lambda: d.sum(2))
     raises(ValueError, "broadcast", lambda: d + torch.zeros(3))
@@ -271,7 +139,7 @@ def errors(size: int) -> None:
     message = raises(UnsupportedOperatorError, "ambiguous", lambda: d + torch.zeros(4, 4, dtype=torch.float64))
     assert "distribute_tensor or DTensor.from_local" in message
     # an inner cut would have to be gathered before the outer one
-    inner = distribute_tensor(_full(4, 4), mesh, [Replicate(), Shard(0)])
+    inner = distribute_tensor(normal(4, 4), mesh, [Replicate(), Shard(0)])
     raises(UnsupportedOperatorError, "would have to gather", lambda: d + inner)
     raises(UnsupportedOperatorError, "mesh dim a shards dims", lambda: d + d.t())
     raises(UnsupportedOperatorError, "masks", lambda: d[torch.zeros(4, dtype=torch.bool)])
@@ -283,7 +151,7 @@ def errors(size: int) -> None:
     assert isinstance(values, DTensor) and isinstance(vectors, DTensor)
     assert isinstance(whole + torch.zeros(4, 4), DTensor)
     # indices outside the table fail everywhere, as on one device
-    table = distribute_tensor(_full(5, 2), line, [Shard(0)])
+    table = distribute_tensor(normal(5, 2), line, [Shard(0)])
     for bad in (5, -1, 99):
         raises(IndexError, "out of range", lambda bad=bad: F.embedding(torch.tensor([0, bad]), table))
 
@@ -292,7 +160,7 @@ def cache(size: int) -> None:
     """Entries depend on layout, dtype, other arguments and the loss-parallel state, not on values."""
     mesh = mesh_of((size,))
     dispatcher.cache.clear()
-    x, y = (distribute_tensor(_full(4, 4, seed=s), mesh, [Shard(0)]) for s in (0, 1))
+    x, y = (distribute_tensor(normal(4, 4, seed=s), mesh, [Shard(0)]) for s in (0, 1))
     x + y, y + x
     assert (dispatcher.cache.misses, dispatcher.cache.hits) == (1, 1)
     with changed_state(loss_parallel=True):
@@ -303,7 +171,7 @@ def cache(size: int) -> None:
     assert len(dispatcher.cache.keys()) == 3
     x.float() + y.float()
     x + 1, x + 1.0, x + True
-    x + distribute_tensor(_full(4, 4), mesh, [Replicate()])
+    x + distribute_tensor(normal(4, 4), mesh, [Replicate()])
     assert len(dispatcher.cache.keys()) == 9
     before = dispatcher.cache.hits
     x + 1, x + 1.0, x + True
@@ -313,7 +181,7 @@ def cache(size: int) -> None:
     x * scale
     scale = scale.double().requires_grad_()
     (x * scale).sum().backward()
-    close(scale.grad.to_local(), _full(4, 4).sum(0), "gradient after an integer of the same layout")
+    close(scale.grad.to_local(), normal(4, 4).sum(0), "gradient after an integer of the same layout")
     for size_ in range(1, 6000):
         x[:, : size_ % 4]
         dispatcher.cache.put(size_, dispatcher.cache.get(dispatcher.cache.keys()[-1]))  # type: ignore[arg-type]
@@ -324,7 +192,7 @@ def cache(size: int) -> None:
 def one_rank_mesh_dims(size: int) -> None:
     """A shard over a mesh dim of one rank is the whole: nothing is refused for it."""
     mesh = mesh_of((1, size))
-    full = _full(3, 4, 5)
+    full = normal(3, 4, 5)
     d = distribute_tensor(full, mesh, [Shard(1), Replicate()])
     assert torch.equal(d.view(-1).to_local(), full.view(-1))
     close(d.softmax(1).to_local(), full.softmax(1), "softmax")

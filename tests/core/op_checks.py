@@ -71,6 +71,11 @@ def make_input(spec: str, generator: torch.Generator) -> torch.Tensor:
     return x.abs() + 0.5 if kind == "p" else x
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def codes_for(x: torch.Tensor) -> list[str]:
     return [f"S{d}" for d in range(x.dim())] + ["R", "T"] + (["P"] if x.is_floating_point() else [])
 

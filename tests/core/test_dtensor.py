@@ -8,23 +8,16 @@ from tests.core.remote import run
 
 pytestmark = pytest.mark.platform("torch")
 
-ANY_SIZE = (
-    "making",
-    "python_protocol",
-    "values",
-    "gradients",
-    "writing",
-    "optimizers",
-    "recomputation",
-    "skipping",
-    "one_rank_mesh_dims",
-)
+ANY_SIZE = {
+    "dtensor_workers": ["making", "python_protocol", "values", "skipping", "one_rank_mesh_dims"],
+    "autograd_workers": ["gradients", "writing", "optimizers", "recomputation"],
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", ANY_SIZE)
-def test_behaves_as_a_tensor(name: str, world_size: int) -> None:
-    run("dtensor_workers", name, world_size, world_size=world_size)
+@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in ANY_SIZE.items() for name in names])
+def test_behaves_as_a_tensor(module: str, name: str, world_size: int) -> None:
+    run(module, name, world_size, world_size=world_size)
 
 
 @pytest.mark.contract("G4")

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from hyper_parallel.core.shard import parallel_ops_register
-from hyper_parallel.core.shard._recipe import bind_arguments, is_inplace
+from hyper_parallel.core.shard._binding import bind_arguments
+from hyper_parallel.core.shard._recipe import is_inplace
 from hyper_parallel.core.shard.parallel_ops_register import parse_signature
 
 PREAMBLE = """

@@ -8,7 +8,8 @@ from typing import Any
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement_types import Replicate
-from hyper_parallel.core.shard._recipe import Recipe, bind_arguments, compile_recipe, wrap_replicated
+from hyper_parallel.core.shard._binding import bind_arguments
+from hyper_parallel.core.shard._recipe import Recipe, compile_recipe, wrap_replicated
 from hyper_parallel.core.shard.distributed_op import OpCall, TensorArg
 from hyper_parallel.core.shard.metadata import METADATA_OPS, VALUE_OPS, host_value
 from hyper_parallel.core.shard.parallel_ops_register import OpEntry, find_op
