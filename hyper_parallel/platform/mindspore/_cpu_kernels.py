@@ -9,13 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
-import mindspore
 from mindspore import Tensor, _no_grad, ops
 from mindspore.common._grad_function import _Function
 
+from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore.custom_grad import requires_grad
 
 __all__ = ["call", "concat"]
@@ -33,7 +32,7 @@ _LOG_SOFTMAX = frozenset({"LogSoftmax", "LogSoftmaxExt"})
 
 def call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``function(*args, **kwargs)`` on local tensors, ``name`` being the primitive."""
-    if not _on_cpu():
+    if not on_cpu():
         return function(*args, **kwargs)
     if name in _LOG_SOFTMAX and args[0].ndim > 0:
         return _log_softmax(name, args, kwargs)
@@ -142,8 +141,3 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
-
-
-@cache
-def _on_cpu() -> bool:
-    return bool(mindspore.get_context("device_target") == "CPU")

@@ -8,14 +8,14 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, _no_grad, ops
 
-from hyper_parallel.platform.mindspore._host import as_float32, to_host, to_tensor
+from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
 __all__ = ["extremum"]
 
 
 def extremum(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
     """Values along ``dim`` (kept, with size 1) and the first index of each, as int64. NaN counts as both."""
-    if mindspore.get_context("device_target") == "CPU" or x.shape[dim] == 0:
+    if on_cpu() or x.shape[dim] == 0:
         return _on_host(x, dim, largest)
     with _no_grad():
         values, index = (ops.max if largest else ops.min)(x, dim, keepdims=True)

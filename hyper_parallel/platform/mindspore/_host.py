@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import mindspore
 import numpy as np
 from mindspore import Tensor
 from mindspore.common import np_dtype
 from numpy.typing import NDArray
 
-__all__ = ["BFLOAT16", "as_float32", "bits_dtype", "to_bits", "to_host", "to_tensor"]
+__all__ = ["BFLOAT16", "as_float32", "bits_dtype", "on_cpu", "to_bits", "to_host", "to_tensor"]
 
 Array = NDArray[Any]
 
 BFLOAT16: np.dtype[Any] = np.dtype(np_dtype.bfloat16)
 """NumPy's bfloat16, which MindSpore brings along. It can be converted and viewed; for anything else it is not to be
 used: there is no arithmetic, and joining an empty array crashes the interpreter."""
+
+
+@cache
+def on_cpu() -> bool:
+    """Whether this process computes on CPU; settled when it is first asked, which a mesh comes before."""
+    return bool(mindspore.get_context("device_target") == "CPU")
 
 
 def to_host(x: Tensor) -> Array:

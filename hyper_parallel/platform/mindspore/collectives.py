@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import mindspore
 from mindspore import Tensor, _no_grad
 
 from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
 from hyper_parallel.platform.mindspore import _native_collectives as native
+from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.platform import Group
 
 __all__ = [
@@ -77,7 +77,7 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
 
 def copy(x: Tensor) -> Tensor:
     """The values in memory of their own."""
-    if mindspore.get_context("device_target") == "CPU":
+    if on_cpu():
         return emulated.empty_or_alone(x, x.shape)
     with _no_grad():
         return x.copy()

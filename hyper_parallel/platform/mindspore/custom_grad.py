@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
 
-from hyper_parallel.platform.mindspore._host import as_float32, to_host, to_tensor
+from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
 __all__ = ["linear_map", "requires_grad", "sum_all"]
 
@@ -57,7 +56,7 @@ def sum_all(x: Tensor) -> Tensor:
     NumPy sums, in float64.
     """
     shape = x.shape
-    if mindspore.get_context("device_target") != "CPU":
+    if not on_cpu():
         return ops.sum(x)
 
     def add_up(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
+from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore.interop import install_routes
 from hyper_parallel.platform.mindspore.op_names import NamedCall, unpack
 
@@ -211,8 +212,8 @@ _GETITEM = NamedCall("getitem", lambda x, index: x[index])
 
 def as_dtensor(cls: type, local: Tensor, layout: Any, *, fresh: bool = False) -> Any:
     """Dress ``local`` with ``layout``, on the same autograd graph and storage."""
-    # without it the error of an operator that the device lacks surfaces below, and crashes the interpreter
-    local.wait_pipeline()
+    if on_cpu():  # else the error of an operator that the device lacks surfaces below, and crashes the interpreter
+        local.wait_pipeline()
     if isinstance(local, Parameter):  # an alias of it would get a gradient that the parameter does not see
         local = local.view(local.shape)
     if fresh and type(local) is Tensor:
