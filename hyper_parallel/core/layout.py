@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.core.placement_types import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.shard_spec import Range, chunk_ranges
-
-if TYPE_CHECKING:
-    from hyper_parallel.core.device_mesh import DeviceMesh
 
 __all__ = ["Layout"]
 
@@ -38,6 +35,13 @@ class Layout:
     __slots__ = ("mesh", "placements", "shape", "_hash", "__dict__")
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"expected hyper_parallel's DeviceMesh, found {mesh!r} of {_owner(mesh)}; "
+                "DeviceMesh.from_native(mesh) adopts the framework's own"
+            )
+        if isinstance(placements, Placement):
+            raise TypeError(f"expected a list with a placement for each dim of the mesh, found {placements!r} alone")
         self.mesh = mesh
         self.shape = tuple(int(s) for s in shape)
         self.placements = _normalize(mesh, tuple(placements), self.shape)
@@ -167,6 +171,11 @@ class Layout:
         raise ValueError(f"mesh dim {mesh_dim} is not in the tensor map of {self!r}")
 
 
+def _owner(thing: object) -> str:
+    """The package of its class: PyTorch's meshes and placements have the same names."""
+    return type(thing).__module__.partition(".")[0]
+
+
 def _normalize(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -176,7 +185,9 @@ def _normalize(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple
     out: list[Placement] = []
     for p in placements:
         if not isinstance(p, Placement):
-            raise TypeError(f"expected Shard, Replicate or Partial as placement, found {p!r}")
+            raise TypeError(
+                f"expected hyper_parallel's Shard, Replicate or Partial as placement, found {p!r} of {_owner(p)}"
+            )
         if isinstance(p, Shard):
             if not -len(shape) <= p.dim < len(shape):
                 raise IndexError(f"{p} shards a dim that shape {shape} does not have")

@@ -93,7 +93,13 @@ def _check_mesh(mesh: Any) -> DeviceMesh | None:
     if mesh is None or isinstance(mesh, DeviceMesh):
         checked: DeviceMesh | None = mesh
     else:
-        checked = DeviceMesh.from_native(mesh)
+        try:
+            checked = DeviceMesh.from_native(mesh)
+        except TypeError:
+            found = type(mesh).__name__
+            raise TypeError(
+                f"loss_parallel(mesh=...) takes a DeviceMesh, hyper_parallel's or the framework's, found {found}"
+            ) from None
     if checked is not None and checked.ndim != 1:
         raise ValueError(
             "loss_parallel(mesh=...) takes the 1-D mesh of the ranks that share the classes, found "

@@ -53,7 +53,8 @@ class RunSummary:
         return (
             f"{how} on {self.backend} {self.version}, {self.parameters:,} parameters: "
             f"{ended} in {self.seconds:.1f} s, "
-            f"loss {self.first_loss:.4f} -> {self.last_loss:.4f}, {self.tokens_per_second:,.0f} tokens/s, "
+            f"loss {self.first_loss:.4f} in the first step, {self.last_loss:.4f} in the last, "
+            f"{self.tokens_per_second:,.0f} tokens/s, "
             f"peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB a rank"
         )
 

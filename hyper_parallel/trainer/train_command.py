@@ -73,20 +73,31 @@ def _work(options: TrainOptions, arguments: Sequence[str]) -> int:
     from hyper_parallel.platform.training import load_training_tools
     from hyper_parallel.trainer.job import run_worker
 
+    sums_up = ERROR_FILE not in os.environ and os.environ["RANK"] == "0"  # nobody else could
+    if sums_up:
+        _discard_comparison(options)
     summary = run_worker(options)
     load_training_tools().close()
     if summary.interrupted:
         return _INTERRUPTED
-    if ERROR_FILE not in os.environ and os.environ["RANK"] == "0":  # nobody else could sum up
+    if sums_up:
         _report(options, summary, arguments)
     return 0
 
 
 def _launch(options: TrainOptions, arguments: Sequence[str]) -> int:
     """What the process that starts the ranks does."""
+    _discard_comparison(options)
     _run_workers(options, arguments)
     _report(options, RunSummary.read(options.output), arguments)
     return 0
+
+
+def _discard_comparison(options: TrainOptions) -> None:
+    """An earlier run's comparison is none of this run, which may be stopped before it makes its own."""
+    single = options.output / SINGLE_PROCESS_FOLDER
+    for file in (options.output / COMPARISON_FILE, single / METRICS_FILE, single / SUMMARY_FILE):
+        file.unlink(missing_ok=True)
 
 
 def _report(options: TrainOptions, summary: RunSummary, arguments: Sequence[str]) -> None:

@@ -142,6 +142,8 @@ def layouts() -> None:
     raises(ValueError, "it can shard one", lambda: Layout.from_tensor_map(mesh, [0, 0], (4, 4)))
     raises(ValueError, "1 placements", lambda: Layout(mesh, [Shard(0)], (4,)))
     raises(TypeError, "as placement", lambda: Layout(mesh, [0, 1], (4,)))  # type: ignore[list-item]
+    raises(TypeError, "expected a list", lambda: Layout(mesh, Shard(0), (4,)))  # type: ignore[arg-type]
+    raises(TypeError, "found 'tp' of builtins", lambda: Layout("tp", [Shard(0)], (4,)))  # type: ignore[arg-type]
     raises(IndexError, "does not have", lambda: Layout(mesh, [Shard(1), Replicate()], (4,)))
     raises(ValueError, "two kinds", lambda: Layout(mesh, [Partial(), Partial("max")], (4,)))
     raises(ValueError, "must be one of", lambda: Partial("avg"))

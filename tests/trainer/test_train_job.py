@@ -163,6 +163,9 @@ def test_a_killed_rank_is_named_and_ends_the_job(text: Path) -> None:
 
 
 def test_ctrl_c_ends_the_job_after_a_step_and_keeps_the_metrics(text: Path) -> None:
+    of_an_earlier_run = text.parent / "out" / "comparison.json"
+    of_an_earlier_run.parent.mkdir(parents=True)
+    of_an_earlier_run.write_text("{}")
     process = start(text, "--steps", "1000000")
     wait_for_steps(text, process)
     began = time.monotonic()
@@ -171,6 +174,7 @@ def test_ctrl_c_ends_the_job_after_a_step_and_keeps_the_metrics(text: Path) -> N
     assert time.monotonic() - began < 10
     assert process.returncode == 130, out
     assert "stopped by SIGINT" in out and "Traceback" not in out
+    assert not of_an_earlier_run.exists()
     summary = RunSummary.read(text.parent / "out")
     assert summary.interrupted and summary.steps == max(read_losses(text.parent / "out" / "metrics.jsonl"))
 
