@@ -18,7 +18,7 @@ from hyper_parallel.core.placement_types import Partial, Replicate
 from hyper_parallel.core.redistribute import redistribute_local
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.core.state import State, current_state
-from hyper_parallel.errors import LossParallelLayoutError
+from hyper_parallel.errors import LossParallelLayoutError, UnsupportedOperatorError
 from hyper_parallel.loss_parallel.agreement import View, agree, digest
 from hyper_parallel.loss_parallel.inputs import LossInputs, check_target_values, prepare
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
@@ -260,13 +260,18 @@ def _log_softmax(call: LossArguments, state: State) -> Any:
 def _log_softmax_outside(
     call: LossArguments, state: State, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Where the configuration allows it, the sharded dim is gathered; else layout inference says what is missing."""
+    """Over a sharded dim: gathered where the configuration allows it, else an error. The rest is layout inference's."""
     x: DTensor = call.input
     layout = x.global_layout
-    if not state.config.loss_parallel_fallback_on_layout_error or call.dim is None or call.dim >= layout.ndim:
+    if call.dim is None or not -layout.ndim <= call.dim < layout.ndim:
         return NotImplemented
-    if not any(p.is_shard(call.dim % layout.ndim) for p in layout.placements):
+    if all(layout.mesh.shape[d] == 1 for d in layout.tensor_map[call.dim]):
         return NotImplemented
+    if not state.config.loss_parallel_fallback_on_layout_error:
+        raise UnsupportedOperatorError(
+            f"log_softmax over sharded dim {call.dim % layout.ndim} of {layout.describe()} outside loss_parallel(). Enter "
+            "it, redistribute to Replicate, or set ParallelismConfig.loss_parallel_fallback_on_layout_error"
+        )
     warnings.warn(
         f"log_softmax over a sharded dim outside loss_parallel(), of {layout.describe()}; gathering it, which is slow",
         stacklevel=2,
