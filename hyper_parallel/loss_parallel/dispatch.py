@@ -269,8 +269,8 @@ def _log_softmax_outside(
         return NotImplemented
     if not state.config.loss_parallel_fallback_on_layout_error:
         raise UnsupportedOperatorError(
-            f"log_softmax over sharded dim {call.dim % layout.ndim} of {layout.describe()} outside loss_parallel(). Enter "
-            "it, redistribute to Replicate, or set ParallelismConfig.loss_parallel_fallback_on_layout_error"
+            f"log_softmax over sharded dim {call.dim % layout.ndim} of {layout.describe()} outside loss_parallel(). "
+            "Enter it, redistribute to Replicate, or set ParallelismConfig.loss_parallel_fallback_on_layout_error"
         )
     warnings.warn(
         f"log_softmax over a sharded dim outside loss_parallel(), of {layout.describe()}; gathering it, which is slow",
