@@ -132,3 +132,46 @@ def training(entry: str) -> None:
         np.testing.assert_allclose(value.asnumpy(), expected, rtol=1e-5)
         np.testing.assert_allclose(found_x.asnumpy(), grad_x, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found_table.asnumpy(), grad_table[part], rtol=1e-5, atol=1e-6)
+
+
+class Copy(nn.Cell):
+    """Identity forward, all-reduce backward, for the compiler: what the documentation of custom_grad says."""
+
+    def __init__(self, all_reduce: Any) -> None:
+        super().__init__()
+        self.all_reduce = all_reduce
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
+        return (self.all_reduce(dout),)
+
+
+class Scaled(nn.Cell):
+    """Each rank multiplies by a number of its own."""
+
+    def __init__(self, all_reduce: Any, factor: float) -> None:
+        super().__init__()
+        self.copy_to_all = Copy(all_reduce)
+        self.factor = factor
+
+    def construct(self, x: Tensor) -> Tensor:
+        return (self.copy_to_all(x) * self.factor).sum()
+
+
+def compiled() -> None:
+    """The graph-mode route: a cell's own ``bprop``, with the group's operator in it, under jit."""
+    platform = get_platform()
+    group = mesh_of((platform.world_size(),)).get_group()
+    network = Scaled(group.handle.operator("AllReduce", "sum"), 1.0 + group.rank)
+    step = mindspore.value_and_grad(network)
+
+    @mindspore.jit
+    def run(x: Tensor) -> Any:
+        return step(x)
+
+    for function in (step, run):
+        value, grad = function(Tensor(np.ones(3, np.float32)))
+        assert float(value) == 3 * (1 + group.rank)
+        np.testing.assert_array_equal(grad.asnumpy(), np.full(3, 3.0, np.float32))

@@ -33,3 +33,9 @@ def test_products(size: int, kind: str) -> None:
 def test_training(size: int, entry: str) -> None:
     """Embedding, head and loss share a table of 11 rows; the backward pass runs outside of the context."""
     run("gradient_workers", "training", entry, world_size=size)
+
+
+@pytest.mark.contract("TRAP13")
+def test_compiled() -> None:
+    """Graph mode has a route of its own: ``nn.Cell.bprop``."""
+    run("gradient_workers", "compiled", world_size=2)
