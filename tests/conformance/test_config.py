@@ -226,8 +226,11 @@ def test_replicated_logits(platform: str, world_size: int, context: dict | None,
 def test_plain_tensors_are_left_alone(platform: str, world_size: int) -> None:
     """Plain logits in the context give the plain loss, with smoothing and probabilities as ever."""
     found = run_distributed(plain_losses, platform=platform, world_size=world_size)
-    inside, outside = found[0]
-    assert inside == pytest.approx(outside, rel=1e-6)  # MindSpore's own kernels differ from call to call
+    for inside, outside in found:
+        if platform == "mindspore":  # its own kernels differ from call to call
+            assert inside == pytest.approx(outside, rel=1e-6)
+        else:
+            assert inside == outside == found[0][1]
 
 
 def plain_losses() -> tuple[list[float], list[float]]:

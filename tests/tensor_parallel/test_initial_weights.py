@@ -31,9 +31,9 @@ def initial_weights() -> dict[str, np.ndarray]:
 
 
 def test_initial_weights_do_not_depend_on_the_ranks() -> None:
-    (alone,) = run_distributed(initial_weights, world_size=1)
+    (alone,) = run_distributed(initial_weights, world_size=1, timeout=60.0)
     for world_size in (2, 4):
-        found = run_distributed(initial_weights, world_size=world_size)
+        found = run_distributed(initial_weights, world_size=world_size, timeout=60.0)
         for name, whole in alone.items():
             if name == "row.bias":
                 parts = [whole] * world_size
