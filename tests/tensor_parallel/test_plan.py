@@ -184,5 +184,6 @@ def own_llama(tied: bool, sequence_parallel: bool) -> tuple[float, float, str]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_own_llama(tied: bool, sequence_parallel: bool, world_size: int) -> None:
-    for loss, gradient, where in run_distributed(own_llama, tied, sequence_parallel, world_size=world_size, timeout=60.0):
+    found = run_distributed(own_llama, tied, sequence_parallel, world_size=world_size, timeout=60.0)
+    for loss, gradient, where in found:
         assert loss < 1e-6 and gradient < 1e-5, where
