@@ -200,14 +200,6 @@ class ModuleBackend(ABC):
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply in place."""
 
-    # -- groups ----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def create_subgroup(self, group: Group, members: Sequence[int]) -> Group:
-        """A new group of some members (indices in ``group``, this rank among them). Collective over these
-        only.
-        """
-
 
 @lru_cache(maxsize=1)
 def offers_modules() -> bool:

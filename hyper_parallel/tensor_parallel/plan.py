@@ -17,7 +17,7 @@ from hyper_parallel.tensor_parallel.agreement import raise_together
 from hyper_parallel.tensor_parallel.auto_plan import auto_plan
 from hyper_parallel.tensor_parallel.groups import tensor_parallel_mesh
 from hyper_parallel.tensor_parallel.planning import Planned, plan_model
-from hyper_parallel.tensor_parallel.replicas import SubgroupMaker, make_replica_sum
+from hyper_parallel.tensor_parallel.replicas import make_replica_sum
 from hyper_parallel.tensor_parallel.report import PlanReport
 from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
 from hyper_parallel.tensor_parallel.styles import ParallelStyle
@@ -129,14 +129,6 @@ def _like(module: Module) -> Any:
 
 def _apply(planned: Planned, group: Group) -> None:
     backend = get_module_backend()
-    subgroups: dict[tuple[int, ...], Group] = {}
-
-    def subgroup(members: Any) -> Group:
-        key = tuple(members)
-        if key not in subgroups:
-            subgroups[key] = backend.create_subgroup(group, key)
-        return subgroups[key]
-
     done: set[int] = set()
     for bound in planned.bound:
         for name, parameter in backend.own_parameters(bound.module).items():
@@ -144,14 +136,14 @@ def _apply(planned: Planned, group: Group) -> None:
             if spec is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 backend.cut_parameter(parameter, spec, group.rank)
-        backend.add_rule(bound.module, _with_replica_sums(bound.rule, group, subgroup))
+        backend.add_rule(bound.module, _with_replica_sums(bound.rule, group))
     for module, attributes in planned.attributes:
         for name, value in attributes.items():
             setattr(module, name, value)
 
 
-def _with_replica_sums(rule: Rule, group: Group, subgroup: SubgroupMaker) -> Rule:
+def _with_replica_sums(rule: Rule, group: Group) -> Rule:
     if not isinstance(rule, ColumnRule):
         return rule
-    sums = {name: make_replica_sum(spec, group.rank, subgroup) for name, spec in rule.cuts.items()}
+    sums = {name: make_replica_sum(spec, group) for name, spec in rule.cuts.items()}
     return replace(rule, replicas={name: s for name, s in sums.items() if s is not None})

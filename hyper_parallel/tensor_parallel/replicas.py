@@ -5,7 +5,6 @@ Each of these ranks uses the heads for its own query heads, so the gradients the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +13,28 @@ from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.cuts import range_replicas
 
-__all__ = ["ReplicaSum", "SubgroupMaker", "make_replica_sum"]
-
-SubgroupMaker = Callable[[Sequence[int]], Group]
-"""From members (indices in the tensor-parallel group) to their group; collective over the members."""
+__all__ = ["ReplicaSum", "make_replica_sum"]
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSum:
     """Identity on a weight whose gradient is summed, part by part, over the ranks that hold the same part.
 
+    One exchange over the whole group, in which ranks that share nothing send each other nothing: a group for each
+    set of replicas would have to be created by its members alone, in an order and number that differ between ranks.
+    Terms are added in the order of ranks, so that replicas stay equal bit by bit.
+
     Attributes:
         dim: the dim that is cut.
         lengths: sizes of the parts along it.
-        groups: for each part the ranks that hold it.
+        replicas: for each part the members of the group that hold it.
+        group: all ranks that the weight is cut over.
     """
 
     dim: int
     lengths: tuple[int, ...]
-    groups: tuple[Group, ...]
+    replicas: tuple[tuple[int, ...], ...]
+    group: Group
 
     def __call__(self, weight: Tensor) -> Tensor:
         return get_platform().linear_map(weight, _identity, self._sum)
@@ -42,20 +44,42 @@ class ReplicaSum:
 
     def _sum(self, grad: Tensor) -> Tensor:
         platform = get_platform()
-        parts, start = [], 0
-        for length, group in zip(self.lengths, self.groups):
-            part = platform.narrow(grad, self.dim, start, length)
-            parts.append(platform.all_reduce(part, "sum", group) if group.size > 1 else part)
+        parts = self._split(grad, self.lengths)
+        shared = [self._shared_with(member) for member in range(self.group.size)]
+        empty = platform.narrow(grad, self.dim, 0, 0)
+        chunks = [platform.cat([parts[i] for i in indices], self.dim) if indices else empty for indices in shared]
+        received = platform.all_to_all_uneven(chunks, [platform.shape(chunk) for chunk in chunks], self.group)
+        terms: list[list[Tensor]] = [[] for _ in parts]
+        for member, (indices, chunk) in enumerate(zip(shared, received)):
+            if member == self.group.rank:
+                indices, pieces = tuple(range(len(parts))), parts
+            else:
+                pieces = self._split(chunk, [self.lengths[i] for i in indices])
+            for index, piece in zip(indices, pieces):
+                terms[index].append(piece)
+        sums = [sum(rest, start=first) for first, *rest in terms]
+        return platform.cat(sums, self.dim) if len(sums) > 1 else sums[0]
+
+    def _shared_with(self, member: int) -> tuple[int, ...]:
+        """Indices of the parts that another member holds as well."""
+        if member == self.group.rank:
+            return ()
+        return tuple(i for i, members in enumerate(self.replicas) if member in members)
+
+    def _split(self, x: Tensor, lengths: Any) -> list[Tensor]:
+        platform, start, parts = get_platform(), 0, []
+        for length in lengths:
+            parts.append(platform.narrow(x, self.dim, start, length))
             start += length
-        return platform.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+        return parts
 
 
-def make_replica_sum(spec: ShardSpec, rank: int, subgroup: SubgroupMaker) -> ReplicaSum | None:
+def make_replica_sum(spec: ShardSpec, group: Group) -> ReplicaSum | None:
     """The sum that the gradient of a parameter cut by ``spec`` needs; None when it needs none."""
     if spec.dim is None or not spec.sum_replica_gradients:
         return None
-    lengths = tuple(stop - start for start, stop in spec.ranges[rank])
-    return ReplicaSum(spec.dim, lengths, tuple(subgroup(members) for members in range_replicas(spec, rank)))
+    lengths = tuple(stop - start for start, stop in spec.ranges[group.rank])
+    return ReplicaSum(spec.dim, lengths, range_replicas(spec, group.rank), group)
 
 
 def _identity(x: Tensor) -> Tensor:

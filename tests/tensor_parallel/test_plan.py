@@ -9,7 +9,7 @@ import pytest
 
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.tensor_parallel.patterns import generic, match_patterns
-from tests.harness import run_distributed, this_rank, workers
+from tests.harness import run_distributed, this_rank
 
 pytestmark = pytest.mark.platform("torch")
 
@@ -184,7 +184,6 @@ def own_llama(tied: bool, sequence_parallel: bool) -> tuple[float, float, str]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_own_llama(tied: bool, sequence_parallel: bool, world_size: int) -> None:
-    workers("torch", world_size).close()  # its replica groups are made in a process group of its own
     found = run_distributed(own_llama, tied, sequence_parallel, world_size=world_size, timeout=60.0)
     for loss, gradient, where in found:
         assert loss < 1e-6 and gradient < 1e-5, where

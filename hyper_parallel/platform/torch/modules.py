@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -165,17 +164,6 @@ class TorchModuleBackend(ModuleBackend):
         with torch.no_grad():
             for device, grads in by_device.items():
                 torch._foreach_mul_(grads, factor.to(device))
-
-    # -- groups ----------------------------------------------------------------------------------------------
-
-    def create_subgroup(self, group: Group, members: Sequence[int]) -> Group:
-        ranks = tuple(group.ranks[m] for m in members)
-        own = list(members).index(group.rank)
-        if len(ranks) == 1:
-            return Group(ranks, None, 0)
-        if len(ranks) == group.size:
-            return group
-        return Group(ranks, dist.new_group(list(ranks), use_local_synchronization=True), own)
 
 
 def _why_not_shared(module: nn.Embedding) -> str | None:
