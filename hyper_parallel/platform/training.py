@@ -39,6 +39,22 @@ class Learner(ABC):
     def update(self, lr: float) -> None:
         """One step of the optimizer; afterwards there are no gradients."""
 
+    @abstractmethod
+    def moments(self) -> Mapping[str, list[Tensor]]:
+        """AdamW's ``exp_avg`` and ``exp_avg_sq``: a local tensor for each of ``parameters``, cut as that one is.
+
+        Zeros before the first :meth:`update`. They are the optimizer's own: what a checkpoint writes into them counts.
+        """
+
+    @property
+    @abstractmethod
+    def updates(self) -> int:
+        """How often :meth:`update` was called; AdamW's bias correction depends on it. Can be set."""
+
+    @updates.setter
+    @abstractmethod
+    def updates(self, count: int) -> None: ...
+
 
 class TrainingTools(ABC):
     """How a backend's models are built and fed."""
@@ -62,6 +78,14 @@ class TrainingTools(ABC):
     @abstractmethod
     def seed(self, seed: int, device_type: str) -> None:
         """Choose this process's device, and seed the framework's generators."""
+
+    @abstractmethod
+    def rng_state(self, device_type: str) -> dict[str, str]:
+        """The state of each of the framework's generators in this process, by name, as Base64."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Mapping[str, str], device_type: str) -> None:
+        """Go on where :meth:`rng_state` was asked. Raises ValueError for the state of other generators."""
 
     @abstractmethod
     def peak_memory(self, device_type: str) -> int:

@@ -8,8 +8,10 @@ from typing import Literal
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.trainer.combinations import check_combination
+from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 
-__all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions"]
+__all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions", "ValidationOptions"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,27 @@ class TrainingOptions:
     log_interval: int = 20
     """Steps between two lines of the report."""
 
+    loss: Literal["cross_entropy", "chunked", "linear"] = "cross_entropy"
+    """Cross-entropy of the logits; or the last layer and its loss for one part of the sequence after another, so that
+    the logits never exist at once; or both fused, so that they never exist."""
+
+    loss_chunks: int = 8
+    """Parts of the sequence, with ``loss`` ``chunked``."""
+
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """What forward and backward compute in. With ``bfloat16`` the optimizer keeps, and gradients add up in, float32."""
+
+    activation_checkpoint: Literal["none", "full"] = "none"
+    """``full``: keep only the input of each layer, and compute the rest again in backward."""
+
+    compile: bool = False
+    """Compile each layer with ``torch.compile``."""
+
+    compile_backend: str = "inductor"
+    """The compiler."""
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "gradient_accumulation", "log_interval"):
+        for name in ("batch_size", "sequence_length", "gradient_accumulation", "log_interval", "loss_chunks"):
             _at_least(name, getattr(self, name), 1)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, found {self.max_grad_norm}")
@@ -72,6 +93,29 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class ValidationOptions:
+    """A look at text that is not trained on."""
+
+    freq: int = 0
+    """Steps between two validations; 0: none."""
+
+    data: Path | None = None
+    """A file or a folder of text; None: the end of the training text is held out."""
+
+    held_out: float = 0.05
+    """How much of the training text that is, as a part of it."""
+
+    steps: int = 0
+    """Batches of a validation, of the size of those in training; 0: all of the text."""
+
+    def __post_init__(self) -> None:
+        _at_least("freq", self.freq, 0)
+        _at_least("validation steps", self.steps, 0)
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must lie between 0 and 1, found {self.held_out}")
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Train a Llama on text, byte by byte, with the last layer and its loss shared between ranks."""
 
@@ -102,6 +146,8 @@ class TrainOptions:
     model: LlamaConfig = field(default_factory=LlamaConfig)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    validation: ValidationOptions = field(default_factory=ValidationOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     plan: Literal["auto", "last_layer"] = "auto"
     """What tensor-parallel ranks share: all layers, or the last one alone."""
@@ -112,6 +158,7 @@ class TrainOptions:
         _at_least("steps", self.steps, 1)
         _at_least("nproc", self.nproc, 1)
         _at_least("seed", self.seed, 0)
+        check_combination(self)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,9 @@ from hyper_parallel.trainer.setup import build_model
 from hyper_parallel.trainer.stopping import StopRequest
 
 __all__ = ["TrainResult", "Trainer"]
+
+AfterStep = Callable[[int, bool], None]
+"""Given the number of steps taken, and whether somebody has asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,19 @@ class Trainer:
         if highest >= self.options.model.vocab_size:
             raise ValueError(f"the text has token id {highest}, but vocab_size is {self.options.model.vocab_size}")
 
-    def train(self, log: MetricsLog, stop: StopRequest) -> TrainResult:
-        """Run all steps, or until every rank knows that one of them was asked to stop."""
+    def train(
+        self, log: MetricsLog, stop: StopRequest, *, start: int = 0, after_step: AfterStep | None = None
+    ) -> TrainResult:
+        """Run all steps, or until every rank knows that one of them was asked to stop.
+
+        Args:
+            log: takes note of every step.
+            stop: asked after every step.
+            start: steps that were taken before.
+            after_step: called on all ranks with the number of steps taken, and whether the run stops early.
+        """
         training, optimizer = self.options.training, self.options.optimizer
-        for step in range(self.options.steps):
+        for step in range(start, self.options.steps):
             batch = self.text.batch(step, self.mesh.get_local_rank("dp"), self.mesh.size("dp"))
             valid = self._over_ranks(batch.valid_tokens, "dp")
             loss = self._accumulate(batch, valid)
@@ -105,7 +118,10 @@ class Trainer:
             )
             self.learner.update(lr)
             log.record(StepRecord(step + 1, loss, norm, lr, batch.tokens.size * self.mesh.size("dp")))
-            if stop.agreed(self.mesh):
+            stopping = stop.agreed(self.mesh)
+            if after_step is not None:
+                after_step(step + 1, stopping)
+            if stopping:
                 log.flush()
                 return TrainResult(step + 1, interrupted=True)
         log.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import resource
 import sys
@@ -51,6 +52,28 @@ class TorchLearner(Learner):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def moments(self) -> Mapping[str, list[Tensor]]:
+        states = [self._state(p) for p in self.parameters]
+        return {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")}
+
+    @property
+    def updates(self) -> int:
+        return max((int(s["step"]) for s in self.optimizer.state.values()), default=0)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for parameter in self.parameters:
+            self._state(parameter)["step"].fill_(count)
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter; made here as AdamW makes it when it first sees a gradient."""
+        state: dict[str, Tensor] = self.optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
 
 class TorchTrainingTools(TrainingTools):
     """Models start on the meta device."""
@@ -73,6 +96,16 @@ class TorchTrainingTools(TrainingTools):
             torch.cuda.set_device(_device(device_type))
         torch.manual_seed(seed)
 
+    def rng_state(self, device_type: str) -> dict[str, str]:
+        return {name: base64.b64encode(bytes(get().tolist())).decode() for name, (get, _) in _rngs(device_type).items()}
+
+    def set_rng_state(self, state: Mapping[str, str], device_type: str) -> None:
+        generators = _rngs(device_type)
+        if state.keys() != generators.keys():
+            raise ValueError(f"random states of {sorted(state)}; expected those of {sorted(generators)}")
+        for name, (_, put) in generators.items():
+            put(torch.frombuffer(bytearray(base64.b64decode(state[name], validate=True)), dtype=torch.uint8))
+
     def peak_memory(self, device_type: str) -> int:
         if device_type == "cuda":
             return torch.cuda.max_memory_allocated()
@@ -87,6 +120,16 @@ class TorchTrainingTools(TrainingTools):
 def create_training_tools() -> TrainingTools:
     """The tools of this backend."""
     return TorchTrainingTools()
+
+
+def _rngs(device_type: str) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """How to get and set the state of each generator."""
+    found: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = {
+        "torch": (torch.get_rng_state, torch.set_rng_state)
+    }
+    if device_type == "cuda":
+        found["torch.cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    return found
 
 
 def _device(device_type: str) -> torch.device:
