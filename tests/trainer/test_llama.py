@@ -11,6 +11,7 @@ import pytest
 
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.models.llama.rope import rope_tables
+from tests.harness import run_distributed
 
 SIZES = {
     "grouped": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48},
@@ -28,6 +29,13 @@ SIZES = {
         "hidden_size": 16,
         "rope_theta": 5e5,
         "rms_norm_eps": 1e-6,
+    },
+    "biases": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
 }
 
@@ -73,6 +81,78 @@ def test_logits_and_gradients_equal_those_of_transformers(case: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)
 
 
+def their_numbers(case: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Weights, token ids, a gradient of the logits; and what transformers makes of them: logits and gradients."""
+    import torch
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM as TheirModel
+
+    torch.manual_seed(0)
+    model = TheirModel(TheirConfig(**config_of(case).to_hf())).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
+    random = np.random.default_rng(1)
+    tokens, upstream = random.integers(0, 67, (3, 50)), random.standard_normal((3, 50, 67)).astype(np.float32)
+    logits = model(torch.from_numpy(tokens)).logits
+    logits.backward(torch.from_numpy(upstream))
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return weights, tokens, upstream, logits.detach().numpy(), gradients
+
+
+def mindspore_numbers(
+    case: str, weights: dict[str, np.ndarray], tokens: np.ndarray, upstream: np.ndarray, dtype: str = "float32"
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """In a worker of the harness: logits and gradients."""
+    import mindspore
+    from mindspore import Tensor
+
+    from hyper_parallel.models.llama.mindspore import LlamaForCausalLM
+
+    model = LlamaForCausalLM(config_of(case))
+    parameters = dict(model.parameters_and_names())
+    assert parameters.keys() == weights.keys()
+    for name, parameter in parameters.items():
+        parameter.set_dtype(getattr(mindspore, dtype))
+        parameter.set_data(Tensor(weights[name].astype(dtype)))
+    forward = mindspore.value_and_grad(
+        lambda ids: ((logits := model(ids)) * Tensor(upstream.astype(dtype)), logits),
+        None,
+        list(parameters.values()),
+        has_aux=True,
+    )
+    (_, logits), gradients = forward(Tensor(tokens))
+    return logits.asnumpy(), {name: g.asnumpy() for name, g in zip(parameters, gradients, strict=True)}
+
+
+@pytest.mark.platform("mindspore")
+@pytest.mark.parametrize("case", SIZES)
+def test_on_mindspore_they_equal_those_of_transformers_too(case: str) -> None:
+    weights, tokens, upstream, logits, gradients = their_numbers(case)
+    found, found_gradients = run_distributed(
+        mindspore_numbers, case, weights, tokens, upstream, platform="mindspore", world_size=1, timeout=60.0
+    )[0]
+    np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
+    assert found_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        difference = np.abs(found_gradients[name] - gradient).max()
+        assert difference < 1e-5 * np.abs(gradient).max(), name
+
+
+@pytest.mark.platform("mindspore")
+def test_on_mindspore_it_computes_in_half_precision() -> None:
+    weights, tokens, upstream, logits, gradients = their_numbers("grouped")
+    found, found_gradients = run_distributed(
+        mindspore_numbers, "grouped", weights, tokens, upstream, "float16", platform="mindspore", world_size=1,
+        timeout=60.0,
+    )[0]  # fmt: skip
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, logits, rtol=0, atol=0.01 * np.abs(logits).max())
+    for name, gradient in gradients.items():
+        assert np.abs(found_gradients[name] - gradient).max() < 0.02 * np.abs(gradient).max(), name
+
+
 @pytest.mark.platform("torch")
 def test_the_weight_names_are_those_of_a_checkpoint() -> None:
     import torch
@@ -116,7 +196,7 @@ def test_rope_theta_is_found_where_either_version_of_transformers_writes_it() ->
     ("content", "message"),
     [
         ({"model_type": "mistral"}, "'model_type' is 'mistral'; this Llama has 'llama'"),
-        ({"attention_bias": True}, "'attention_bias' is True"),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' are not supported"),
         ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size .100. must be a multiple"),
         (

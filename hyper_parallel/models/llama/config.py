@@ -13,8 +13,6 @@ __all__ = ["LlamaConfig"]
 _FIXED: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
 }
 """What this Llama always is; a ``config.json`` that says otherwise describes another model."""
 
@@ -67,6 +65,12 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     """Whether the last layer shares the embedding's weight."""
 
+    attention_bias: bool = False
+    """Whether the four projections of attention add a bias."""
+
+    mlp_bias: bool = False
+    """Whether the three layers of the feed-forward part add one."""
+
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -94,8 +98,8 @@ class LlamaConfig:
         """Read a Hugging Face ``config.json`` (the file, its folder, or its content as a mapping).
 
         Raises:
-            ValueError: it describes something that this Llama is not (another model type, biases, scaled
-                rotary embeddings); the message names the field, what was found and what was expected.
+            ValueError: it describes something that this Llama is not (another model type or activation,
+                scaled rotary embeddings); the message names the field, what was found and what was expected.
         """
         if isinstance(source, Mapping):
             content = dict(source)

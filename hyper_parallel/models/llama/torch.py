@@ -35,12 +35,12 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        size = config.head_size
+        size, bias = config.head_size, config.attention_bias
         self.head_size = size
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[batch, length, hidden]`` to the same shape; ``cos`` and ``sin`` are ``[length, head_size]``."""
@@ -67,9 +67,10 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        bias = config.mlp_bias
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as ``x``."""
