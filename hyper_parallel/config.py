@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["ParallelismConfig"]
 
@@ -12,7 +13,7 @@ class ParallelismConfig:
     """How a job is parallelised. Field names follow TorchTitan's ``ParallelismConfig`` where it has them.
 
     Raises:
-        ValueError: a degree below 1.
+        ValueError: a degree below 1; an unknown kind of data parallelism.
 
     Example:
         >>> from hyper_parallel import ParallelismConfig
@@ -25,6 +26,13 @@ class ParallelismConfig:
 
     tensor_parallel_degree: int = 1
     """Ranks that share each layer; with loss parallel they also share the classes."""
+
+    data_parallel: Literal["replicate", "ddp", "fsdp"] = "replicate"
+    """How data-parallel ranks keep one model: whole copies whose gradients are summed by one all-reduce after backward;
+    PyTorch's DistributedDataParallel, which sums during backward; its FSDP2, which also shards parameters and states."""
+
+    enable_sequence_parallel: bool = False
+    """Shard what lies between the shared layers over the sequence."""
 
     disable_loss_parallel: bool = False
     """True: the last layer gives replicated full logits and ``loss_parallel()`` does nothing."""
@@ -40,6 +48,8 @@ class ParallelismConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, found {value!r}")
+        if self.data_parallel not in ("replicate", "ddp", "fsdp"):
+            raise ValueError(f"data_parallel must be 'replicate', 'ddp' or 'fsdp', found {self.data_parallel!r}")
 
     @property
     def tp_enabled(self) -> bool:

@@ -1,0 +1,61 @@
+"""Which options go together. Decided from the options alone, so before any worker starts, and on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.options import TrainOptions
+
+__all__ = ["check_combination"]
+
+
+def check_combination(options: TrainOptions) -> None:
+    """Refuse what cannot be, and what nobody has tried (docs/guide/combinations.md lists what is tested).
+
+    Raises:
+        ValueError: naming the options, with what to choose instead.
+    """
+    _check_backend(options)
+    _check_parallelism(options)
+    parts = options.parallelism.data_parallel_degree * options.training.gradient_accumulation
+    if options.training.batch_size % parts:
+        raise ValueError(
+            f"batch_size ({options.training.batch_size}) must be a multiple of data_parallel_degree "
+            f"({options.parallelism.data_parallel_degree}) * gradient_accumulation "
+            f"({options.training.gradient_accumulation}) = {parts}"
+        )
+
+
+def _check_backend(options: TrainOptions) -> None:
+    if options.backend == "torch":
+        return
+    training, parallelism = options.training, options.parallelism
+    asked = {
+        f"parallelism.data_parallel={parallelism.data_parallel!r}": parallelism.data_parallel != "replicate",
+        f"training.mixed_precision_param={training.mixed_precision_param!r}": (
+            training.mixed_precision_param != "float32"
+        ),
+        f"training.activation_checkpoint={training.activation_checkpoint!r}": training.activation_checkpoint != "none",
+        "training.compile": training.compile,
+        "training.loss='chunked'": training.loss == "chunked",
+    }
+    if found := [name for name, used in asked.items() if used]:
+        raise ValueError(f"{', '.join(found)}: not there on {options.backend}; use backend 'torch', or leave it out")
+
+
+def _check_parallelism(options: TrainOptions) -> None:
+    training, parallelism = options.training, options.parallelism
+    if parallelism.enable_sequence_parallel:
+        if not parallelism.tp_enabled:
+            raise ValueError(
+                "enable_sequence_parallel shards the sequence over the tensor-parallel ranks; "
+                f"it needs a tensor_parallel_degree of at least 2, found {parallelism.tensor_parallel_degree}"
+            )
+        if options.plan != "auto":
+            raise ValueError(f"enable_sequence_parallel goes with plan 'auto', found {options.plan!r}")
+    if training.loss == "linear" and parallelism.disable_loss_parallel and parallelism.tp_enabled:
+        raise ValueError(
+            "training.loss 'linear' shares the classes between the ranks; without disable_loss_parallel it can, "
+            "or use the loss 'cross_entropy'"
+        )
