@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     DTensor,
@@ -26,6 +23,9 @@ from hyper_parallel import (
 )
 from tests.harness import Raised, run_distributed, this_rank
 
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+F = torch.nn.functional
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 pytestmark = pytest.mark.platform("torch")
 
 TARGET = torch.tensor([0, 6, 3, -100, 5])
