@@ -5,23 +5,58 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
+from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module, Parameter
 from hyper_parallel.platform.platform import Tensor
 
-__all__ = ["Learner", "Loss", "TrainingTools", "load_training_tools"]
+__all__ = ["Learner", "Loss", "ModelSettings", "TrainingTools", "load_training_tools"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Token ids and labels to a scalar on the model's graph."""
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """How the framework shall run a model that is otherwise ordinary code.
+
+    Attributes:
+        data_mesh: the ranks that hold different tokens, 1-D; None: this rank alone.
+        data_parallel: ``"replicate"`` (nothing is done here), ``"ddp"`` or ``"fsdp"``.
+        compute_dtype: of forward and backward; with ``"bfloat16"`` the optimizer keeps float32.
+        activation_checkpoint: ``"none"``, or ``"full"``: layers keep their input alone.
+        compile: whether layers are compiled.
+        compile_backend: by what.
+    """
+
+    data_mesh: DeviceMesh | None = None
+    data_parallel: str = "replicate"
+    compute_dtype: str = "float32"
+    activation_checkpoint: str = "none"
+    compile: bool = False
+    compile_backend: str = "inductor"
+
+
 class Learner(ABC):
-    """The gradients and the AdamW state of one model. Runs no collective of its own."""
+    """The gradients and the AdamW state of one model. Runs no collective of its own, except where
+    :attr:`sums_over_data` says so.
+    """
+
+    model: Module
+    """What to call; usually the model that was given."""
 
     parameters: list[Parameter]
     """Those that are trained."""
+
+    sums_over_data: bool = False
+    """Whether gradients are already summed over the data-parallel ranks when backward ends."""
+
+    def announce_part(self, last: bool) -> None:  # noqa: B027 - only some have something to do
+        """Told before each :meth:`accumulate`, whether it is the last one before :meth:`update`."""
 
     @abstractmethod
     def accumulate(self, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -41,7 +76,8 @@ class Learner(ABC):
 
     @abstractmethod
     def moments(self) -> Mapping[str, list[Tensor]]:
-        """AdamW's ``exp_avg`` and ``exp_avg_sq``: a local tensor for each of ``parameters``, cut as that one is.
+        """AdamW's ``exp_avg`` and ``exp_avg_sq``: a local tensor for each of ``parameters``, cut as that one is. Where the
+        model computes in fewer bits, also ``float32``: what the parameters are rounded from.
 
         Zeros before the first :meth:`update`. They are the optimizer's own: what a checkpoint writes into them counts.
         """
@@ -64,12 +100,36 @@ class TrainingTools(ABC):
         """``constructor()`` with parameters that have shapes but no memory."""
 
     @abstractmethod
-    def learner(self, model: Module, options: Mapping[str, Any]) -> Learner:
-        """AdamW over the model; ``options``: ``betas``, ``eps`` and ``weight_decay`` (of matrices only)."""
+    def learner(
+        self, model: Module, options: Mapping[str, Any], settings: ModelSettings | None = None
+    ) -> Learner:
+        """AdamW over the model; ``options``: ``betas``, ``eps`` and ``weight_decay`` (of matrices only).
+
+        Args:
+            settings: how the framework shall run it; None: as it is. Collective over the data-parallel ranks
+                unless they replicate.
+
+        Raises:
+            ValueError: a setting that this backend has not.
+        """
 
     @abstractmethod
     def cross_entropy_sum(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        """The framework's ordinary cross-entropy of ``[batch, length, classes]``, summed over the tokens."""
+        """The framework's ordinary cross-entropy of ``[batch, length, classes]``, summed over the tokens; at least
+        in float32.
+        """
+
+    @abstractmethod
+    def evaluating(self, model: Module) -> AbstractContextManager[None]:
+        """Inside it the model runs without dropout and its like, and no graph is kept."""
+
+    @abstractmethod
+    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """``function(*tensors)``, whose inner values are not kept: backward runs it again.
+
+        Raises:
+            ValueError: the backend cannot.
+        """
 
     @abstractmethod
     def to_device(self, array: Any, device_type: str) -> Tensor:

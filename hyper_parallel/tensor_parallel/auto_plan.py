@@ -15,7 +15,7 @@ from hyper_parallel.tensor_parallel.patterns import names_anything
 from hyper_parallel.tensor_parallel.sequence_plan import over_the_sequence
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-__all__ = ["auto_plan", "base_prefixes", "last_layer"]
+__all__ = ["auto_plan", "base_prefixes", "head_name", "last_layer"]
 
 Plan = Mapping[str, "str | ParallelStyle"]
 
@@ -78,7 +78,7 @@ def auto_plan(
             f"and its modules are not named as Llama's are; types with a plan: {sorted(_BY_TYPE)}. Pass one, as a "
             "mapping of name patterns to styles"
         )
-    head = _head_name(model, names)
+    head = head_name(model)
     if head is not None:
         plan.pop(head, None)
         plan[head] = last_layer(config)
@@ -126,7 +126,9 @@ def _that_meet_something(plan: Plan, model: Module, names: list[str]) -> dict[st
     return {k: v for k, v in plan.items() if names_anything(k, [*names, *parameters], prefixes)}
 
 
-def _head_name(model: Module, names: list[str]) -> str | None:
+def head_name(model: Module) -> str | None:
+    """The name of the last layer: what a transformers model says, else ``lm_head``; None when there is none."""
+    names = [name for name, _ in get_module_backend().named_modules(model)]
     return _name_of(model, "get_output_embeddings") or ("lm_head" if "lm_head" in names else None)
 
 

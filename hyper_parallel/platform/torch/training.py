@@ -6,7 +6,8 @@ import base64
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,31 +15,66 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.platform.training import Learner, Loss, TrainingTools
+from hyper_parallel.platform.torch.model_settings import wrap_blocks, wrap_data_parallel
+from hyper_parallel.platform.training import Learner, Loss, ModelSettings, TrainingTools
 
 __all__ = ["TorchLearner", "TorchTrainingTools", "create_training_tools"]
 
 
 class TorchLearner(Learner):
-    """``loss.backward()`` and ``torch.optim.AdamW``."""
+    """``loss.backward()`` and ``torch.optim.AdamW``.
 
-    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        settings = dict(options)
-        decay = settings.pop("weight_decay")
-        matrices = [p for p in self.parameters if p.dim() > 1]
-        vectors = [p for p in self.parameters if p.dim() <= 1]
+    Attributes:
+        optimized: what the optimizer changes, one for each of ``parameters``: these themselves, or, when the model
+            computes in fewer bits, float32 tensors that they are rounded from.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any], settings: ModelSettings) -> None:
+        wrap_blocks(model, settings)
+        keeps_wide = settings.compute_dtype == "bfloat16" and settings.data_parallel != "fsdp"  # FSDP does it itself
+        wide = [p.detach().clone() for p in _trained(model)] if keeps_wide else []
+        if keeps_wide:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        self.model = wrap_data_parallel(model, settings)
+        self.parameters = _trained(self.model)
+        self.optimized = wide or self.parameters
+        self._ddp = self.model if isinstance(self.model, nn.parallel.DistributedDataParallel) else None
+        sharded = settings.data_mesh is not None and settings.data_parallel == "fsdp"
+        self.sums_over_data = self._ddp is not None or sharded
+        settings_of_adam = dict(options)
+        decay = settings_of_adam.pop("weight_decay")
+        matrices = [p for p in self.optimized if p.dim() > 1]
+        vectors = [p for p in self.optimized if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, fused=True, **settings)
+        self.optimizer = torch.optim.AdamW(groups, fused=True, **settings_of_adam)
+
+    def announce_part(self, last: bool) -> None:
+        if self._ddp is not None:
+            # gradients that move to wider ones after each part must be summed in each
+            self._ddp.require_backward_grad_sync = last or self.optimized is not self.parameters
 
     def accumulate(self, loss: Loss, tokens: Tensor, labels: Tensor) -> Tensor:
         value: Tensor = loss(tokens, labels)
         value.backward()
+        if self.optimized is not self.parameters:
+            self._widen_gradients()
         return value.detach()
 
+    def _widen_gradients(self) -> None:
+        for parameter, wide in zip(self.parameters, self.optimized, strict=True):
+            if parameter.grad is None:
+                continue
+            if wide.grad is None:
+                wide.grad = parameter.grad.float()
+            else:
+                wide.grad += parameter.grad
+            parameter.grad = None
+
     def gradients(self) -> list[Tensor | None]:
-        return [p.grad for p in self.parameters]
+        return [p.grad for p in self.optimized]
 
     def map_gradients(self, reduce: Callable[[Tensor], Tensor]) -> None:
         gradients = [g for g in self.gradients() if g is not None]
@@ -51,10 +87,14 @@ class TorchLearner(Learner):
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.optimized is not self.parameters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.optimized)
 
     def moments(self) -> Mapping[str, list[Tensor]]:
-        states = [self._state(p) for p in self.parameters]
-        return {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")}
+        states = [self._state(p) for p in self.optimized]
+        found = {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")}
+        return found if self.optimized is self.parameters else {**found, "float32": self.optimized}
 
     @property
     def updates(self) -> int:
@@ -62,17 +102,21 @@ class TorchLearner(Learner):
 
     @updates.setter
     def updates(self, count: int) -> None:
-        for parameter in self.parameters:
-            self._state(parameter)["step"].fill_(count)
+        for tensor in self.optimized:
+            self._state(tensor)["step"].fill_(count)
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter; made here as AdamW makes it when it first sees a gradient."""
-        state: dict[str, Tensor] = self.optimizer.state[parameter]
+    def _state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a tensor; made here as AdamW makes it when it first sees a gradient."""
+        state: dict[str, Tensor] = self.optimizer.state[tensor]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
         return state
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 class TorchTrainingTools(TrainingTools):
@@ -82,10 +126,31 @@ class TorchTrainingTools(TrainingTools):
         with torch.device("meta"):
             return constructor()
 
-    def learner(self, model: nn.Module, options: Mapping[str, Any]) -> TorchLearner:
-        return TorchLearner(model, options)
+    def learner(
+        self, model: nn.Module, options: Mapping[str, Any], settings: ModelSettings | None = None
+    ) -> TorchLearner:
+        return TorchLearner(model, options, settings or ModelSettings())
+
+    @contextmanager
+    def evaluating(self, model: nn.Module) -> Iterator[None]:
+        before = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return function(*tensors)
+        result: Tensor = checkpoint(function, *tensors, use_reentrant=False)
+        return result
 
     def cross_entropy_sum(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        if type(logits) is Tensor and logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()  # sharded ones are summed in float32 without a copy
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
     def to_device(self, array: np.ndarray, device_type: str) -> Tensor:
