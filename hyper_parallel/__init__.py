@@ -73,7 +73,7 @@ _EXPORTS = {
 _PACKAGES = ("loss_parallel",)
 _WITH_DISPATCHER = ("hyper_parallel.core.dtensor", "hyper_parallel.core.native", "hyper_parallel.tensor_parallel.")
 
-_NAMES = sorted([*_EXPORTS, *_PACKAGES])
+__all__ = sorted([*_EXPORTS, *_PACKAGES])
 
 if TYPE_CHECKING:
     from hyper_parallel.config import ParallelismConfig as ParallelismConfig
@@ -90,8 +90,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return _offered()
     if name in _PACKAGES:
         return importlib.import_module(f"hyper_parallel.{name}")
     if name not in _EXPORTS:
@@ -104,13 +102,5 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _offered() -> list[str]:
-    """For ``import *``: the names that the backend of this process offers."""
-    from hyper_parallel.platform.modules import offers_modules
-
-    without = () if offers_modules() else ("hyper_parallel.tensor_parallel.",)
-    return [name for name in _NAMES if not _EXPORTS.get(name, "").startswith(without)] if without else _NAMES
-
-
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+    return sorted({*globals(), *__all__})

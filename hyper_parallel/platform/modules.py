@@ -5,21 +5,19 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Group, Tensor
 
 if TYPE_CHECKING:
     from hyper_parallel.core.shard_spec import ShardSpec
 
-__all__ = ["ForwardRule", "LayerFacts", "Module", "ModuleBackend", "Parameter", "get_module_backend", "offers_modules"]
+__all__ = ["ForwardRule", "LayerFacts", "Module", "ModuleBackend", "Parameter", "get_module_backend"]
 
 Module = Any
 """A module of the backend."""
@@ -42,6 +40,7 @@ class LayerFacts:
         padding_idx: the row of an embedding that gets no gradient.
         scale: the attribute that an embedding multiplies its rows with, if it does.
         refusal: why this layer cannot be shared between ranks, if so.
+        weight: the name of its weight.
     """
 
     kind: str
@@ -53,6 +52,7 @@ class LayerFacts:
     padding_idx: int | None = None
     scale: str | None = None
     refusal: str | None = None
+    weight: str = "weight"
 
 
 class ForwardRule(Protocol):
@@ -202,22 +202,8 @@ class ModuleBackend(ABC):
 
 
 @lru_cache(maxsize=1)
-def offers_modules() -> bool:
-    """Whether this process's platform has a module backend."""
-    return importlib.util.find_spec(f"hyper_parallel.platform.{get_platform().name}.modules") is not None
-
-
-@lru_cache(maxsize=1)
 def get_module_backend() -> ModuleBackend:
-    """The one of this process's platform.
-
-    Raises:
-        PlatformError: the platform has none.
-    """
-    if not offers_modules():
-        raise PlatformError(
-            f"tensor-parallel layers and plans are not there for {get_platform().name}; expected the 'torch' backend"
-        )
+    """The one of this process's platform."""
     module = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}.modules")
     backend: ModuleBackend = module.create_module_backend()
     return backend

@@ -158,16 +158,17 @@ class VocabRule(Rule):
 
     padding_idx: int | None = None
     scale: str | None = None
+    weight: str = "weight"
 
     @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
-        spec = self.cuts["weight"]
+        spec = self.cuts[self.weight]
         start, stop = spec.ranges[self.group.rank][0]
         ids = fetch(input, self.mesh, self.input, Replicate())
         check_ids(ids, spec.shape[0])
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
-        rows = get_module_backend().lookup(ids, module.weight, start, own_padding)
+        rows = get_module_backend().lookup(ids, getattr(module, self.weight), start, own_padding)
         if self.scale is not None:
             rows = get_module_backend().scaled(rows, getattr(module, self.scale))
         return _deliver_sum(self, rows, None)
@@ -183,12 +184,13 @@ class EmbeddingColumnRule(Rule):
     out_features: int
     padding_idx: int | None = None
     scale: str | None = None
+    weight: str = "weight"
 
     @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
         ids = fetch(input, self.mesh, self.input, Replicate())
-        check_ids(ids, self.cuts["weight"].shape[0])
-        rows = get_module_backend().lookup(ids, module.weight, 0, self.padding_idx)
+        check_ids(ids, self.cuts[self.weight].shape[0])
+        rows = get_module_backend().lookup(ids, getattr(module, self.weight), 0, self.padding_idx)
         if self.scale is not None:
             rows = get_module_backend().scaled(rows, getattr(module, self.scale))
         return _deliver_features(self, rows, self.out_features)

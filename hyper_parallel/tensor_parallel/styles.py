@@ -53,7 +53,8 @@ class Site:
     def cuts(self, rule: ParallelRule) -> dict[str, ShardSpec]:
         """How the loader of ``rule`` cuts the module's parameters."""
         return {
-            name: rule_spec(rule, f".{name}", shape, self.mesh.size()) for name, shape in self.shapes.items()
+            name: rule_spec(rule, ".weight" if name == self.facts.weight else f".{name}", shape, self.mesh.size())
+            for name, shape in self.shapes.items()
         }
 
     def whole(self) -> dict[str, ShardSpec]:
@@ -126,9 +127,7 @@ class ColwiseParallel(ParallelStyle):
         check_shareable(self, site)
         if site.facts.kind == "embedding":
             cuts = site.cuts(ParallelRule(self.kind or "column_embed"))
-            return EmbeddingColumnRule(
-                cuts=cuts, padding_idx=site.facts.padding_idx, scale=site.facts.scale, **settings
-            )
+            return EmbeddingColumnRule(cuts=cuts, **_lookup_settings(site.facts), **settings)
         # dim 2 is the last one of [batch, sequence, features]
         stays_sharded = output in (Shard(-1), Shard(2)) and self.use_local_output
         cuts = site.cuts(self._loader_rule(site, stays_sharded))
@@ -199,7 +198,7 @@ class RowwiseParallel(ParallelStyle):
         check_shareable(self, site)
         if is_embedding:
             cuts = site.cuts(ParallelRule(self.kind or "vocab_embed"))
-            return VocabRule(cuts=cuts, padding_idx=facts.padding_idx, scale=facts.scale, **settings)
+            return VocabRule(cuts=cuts, **_lookup_settings(facts), **settings)
         cuts = site.cuts(ParallelRule(self.kind or "row", transposed=facts.transposed))
         return RowRule(cuts=cuts, in_features=facts.in_features, transposed=facts.transposed, **settings)
 
@@ -220,10 +219,14 @@ def check_shareable(style: ParallelStyle, site: Site) -> None:
     if facts.kind not in ("linear", "embedding"):
         raise site.refuse(style, f"it is a {facts.type_name}; expected a linear layer or an embedding")
     if facts.refusal:
-        raise site.refuse(style, f"{facts.type_name} with {facts.refusal} needs the whole table on one rank")
-    unknown = sorted(set(site.shapes) - {"weight", "bias"})
+        raise site.refuse(style, f"{facts.type_name} with {facts.refusal} is not supported")
+    unknown = sorted(set(site.shapes) - {facts.weight, "bias"})
     if unknown:
         raise site.refuse(style, f"it has parameters {unknown} beside weight and bias")
+
+
+def _lookup_settings(facts: LayerFacts) -> dict[str, Any]:
+    return {"padding_idx": facts.padding_idx, "scale": facts.scale, "weight": facts.weight}
 
 
 def _placement(given: Placement | None, default: Placement) -> Placement:
