@@ -47,31 +47,43 @@ class MetricsLog:
     Every rank records every step: closing an interval is collective (the largest peak memory is found).
 
     Args:
-        path: the JSON lines file; replaced.
+        path: the JSON lines file; replaced, except for the steps before ``start``.
         total: steps of the run.
         interval: steps between two lines.
         mesh: the job's.
         tools: the backend's.
         label: what the progress bar says.
+        start: steps that an earlier part of this run has taken.
     """
 
     def __init__(
-        self, path: Path, total: int, interval: int, mesh: DeviceMesh, tools: TrainingTools, label: str
+        self,
+        path: Path,
+        total: int,
+        interval: int,
+        mesh: DeviceMesh,
+        tools: TrainingTools,
+        label: str,
+        start: int = 0,
     ) -> None:
         self._interval, self._mesh, self._tools = interval, mesh, tools
         self._pending: list[StepRecord] = []
         self._began = self._since = time.perf_counter()
         self._tokens = 0
         self.peak_memory = 0
-        self.first: dict[str, Any] = {}
-        self.last: dict[str, Any] = {}
+        kept = _rows_until(path, start)
+        self.first: dict[str, Any] = kept[0] if kept else {}
+        self.last: dict[str, Any] = kept[-1] if kept else {}
         self._file: IO[str] | None = None
         self._bar: Any = None
         if get_platform().rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            draft = path.with_name(f".{path.name}.part")
+            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            draft.replace(path)  # at once: a job that is killed here has not lost its history
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             # disable=None: no bar where nobody would see it move
-            self._bar = tqdm(total=total, desc=label, unit="step", disable=None, dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=start, desc=label, unit="step", disable=None, dynamic_ncols=True)
 
     def record(self, step: StepRecord) -> None:
         """Take note of a step; every ``interval`` steps, report."""
@@ -149,3 +161,18 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._bar.close()
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """What an earlier part of the run has written of its steps up to ``step``; a line cut short ends it."""
+    rows: list[dict[str, Any]] = []
+    if step == 0 or not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] <= step:
+            rows.append(row)
+    return rows
