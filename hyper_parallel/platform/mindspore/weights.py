@@ -88,11 +88,9 @@ class _Writer(BlockWriter):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._name = _dtype_name(tensor)
-        self._in_place = _host.on_cpu() and tensor.is_contiguous()
-        if self._in_place:
-            self._bits = _host.to_bits(tensor)
-        else:
-            self._bits = np.empty(tuple(tensor.shape), host_dtype(self._name))
+        bits = _host.to_bits(tensor) if _host.on_cpu() and tensor.is_contiguous() else None
+        self._in_place = bits is not None and bits.flags.writeable
+        self._bits = bits if self._in_place else np.empty(tuple(tensor.shape), host_dtype(self._name))
         self._flat = self._bits.reshape(-1)
 
     def put(self, start: int, raw: Any, dtype: str) -> None:
