@@ -10,6 +10,8 @@ from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.trainer.combinations import check_combination
 from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.metrics_options import MetricsOptions
 
 __all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions", "ValidationOptions"]
 
@@ -120,7 +122,7 @@ class TrainOptions:
     """Train a Llama on text, byte by byte, with the last layer and its loss shared between ranks."""
 
     data: Path | None = None
-    """A file or a folder of text; None: the source of Python's standard library."""
+    """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
 
     output: Path = Path("outputs/llama_bytes")
     """Where metrics and logs are written; those of an earlier run are replaced."""
@@ -140,14 +142,13 @@ class TrainOptions:
     seed: int = 0
     """Initial weights and the order of the text depend on it."""
 
-    compare: bool = True
-    """Afterwards train the same with one process, and report the largest difference between the losses."""
-
+    text: TextOptions = field(default_factory=TextOptions)
     model: LlamaConfig = field(default_factory=LlamaConfig)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
 
     plan: Literal["auto", "last_layer"] = "auto"
     """What tensor-parallel ranks share: all layers, or the last one alone."""

@@ -10,17 +10,22 @@ from pathlib import Path
 __all__ = [
     "COMPARISON_FILE",
     "METRICS_FILE",
+    "PICTURE_FILE",
     "SINGLE_PROCESS_FOLDER",
     "SUMMARY_FILE",
-    "LossComparison",
+    "TENSORBOARD_FOLDER",
+    "Comparison",
     "RunSummary",
-    "compare_losses",
+    "compare_runs",
+    "read_column",
     "read_losses",
 ]
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 COMPARISON_FILE = "comparison.json"
+PICTURE_FILE = "loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
 SINGLE_PROCESS_FOLDER = "single_process"
 
 
@@ -46,12 +51,16 @@ class RunSummary:
         """Ranks of the job."""
         return self.data_parallel_degree * self.tensor_parallel_degree
 
+    @property
+    def arrangement(self) -> str:
+        """The degrees."""
+        return f"dp={self.data_parallel_degree} tp={self.tensor_parallel_degree}"
+
     def describe(self) -> str:
         """One or two lines."""
-        how = f"dp={self.data_parallel_degree} tp={self.tensor_parallel_degree}"
         ended = f"stopped after {self.steps} steps" if self.interrupted else f"{self.steps} steps"
         return (
-            f"{how} on {self.backend} {self.version}, {self.parameters:,} parameters: "
+            f"{self.arrangement} on {self.backend} {self.version}, {self.parameters:,} parameters: "
             f"{ended} in {self.seconds:.1f} s, "
             f"loss {self.first_loss:.4f} in the first step, {self.last_loss:.4f} in the last, "
             f"{self.tokens_per_second:,.0f} tokens/s, "
@@ -69,45 +78,60 @@ class RunSummary:
         return cls(**json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")))
 
 
-def read_losses(path: Path) -> dict[int, float]:
-    """Step -> loss of a JSON lines file of metrics."""
+def read_column(path: Path, name: str) -> dict[int, float]:
+    """Step -> value of one field, from a JSON lines file of metrics; rows without it are left out."""
     with open(path, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows}
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """Step -> loss of a JSON lines file of metrics."""
+    return read_column(path, "loss")
 
 
 @dataclass(frozen=True)
-class LossComparison:
+class Comparison:
     """Two runs, step by step.
 
     Attributes:
         steps: how many were compared.
         max_difference: largest absolute difference of the losses.
         step: where it is.
+        max_grad_norm_difference: largest absolute difference of the gradients' norms, before clipping.
+        grad_norm_step: where it is.
     """
 
     steps: int
     max_difference: float
     step: int
+    max_grad_norm_difference: float
+    grad_norm_step: int
 
     def describe(self) -> str:
-        """One line."""
-        return f"maximum loss difference in {self.steps} steps: {self.max_difference:.2e} (step {self.step})"
+        """Two lines."""
+        return (
+            f"maximum loss difference in {self.steps} steps: {self.max_difference:.2e} (step {self.step})\n"
+            f"maximum gradient norm difference: {self.max_grad_norm_difference:.2e} (step {self.grad_norm_step})"
+        )
 
 
-def compare_losses(one: Mapping[int, float], other: Mapping[int, float]) -> LossComparison:
-    """Compare two mappings from step to loss.
+def compare_runs(one: Path, other: Path) -> Comparison:
+    """Compare two JSON lines files of metrics.
 
     Raises:
         ValueError: they have different steps, or none.
-
-    Example:
-        >>> compare_losses({1: 5.0, 2: 4.0}, {1: 5.0, 2: 4.5})
-        LossComparison(steps=2, max_difference=0.5, step=2)
     """
+    step, loss = _largest_gap(read_losses(one), read_losses(other))
+    norm_step, norm = _largest_gap(read_column(one, "grad_norm"), read_column(other, "grad_norm"))
+    return Comparison(len(read_losses(one)), loss, step, norm, norm_step)
+
+
+def _largest_gap(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[int, float]:
+    """The step of the largest difference, and the difference."""
     if one.keys() != other.keys() or not one:
         raise ValueError(f"the runs have different steps: {len(one)} and {len(other)}; nothing to compare")
-    # A loss that is not a number is as far off as can be.
+    # A number that is none is as far off as can be.
     gaps = {step: abs(one[step] - other[step]) for step in one}
     worst = max(gaps, key=lambda step: (gaps[step] != gaps[step], gaps[step]))
-    return LossComparison(len(gaps), gaps[worst], worst)
+    return worst, gaps[worst]

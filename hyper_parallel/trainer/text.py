@@ -1,15 +1,15 @@
-"""Text as bytes: which files belong to a data set, and the token ids of their content."""
+"""Text as bytes: which files belong to a data set, and the tokenizer that needs nothing."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["ByteTokenizer", "find_files", "read_tokens"]
+__all__ = ["ByteTokenizer", "find_files"]
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 _PEEK = 8192
@@ -34,10 +34,18 @@ class ByteTokenizer:
 
     vocab_size = 259
 
+    identity = "bytes"
+    """Tells tokenizers apart that give other ids."""
+
     @classmethod
     def encode(cls, text: str) -> np.ndarray:
         """uint16 ids of the text's UTF-8 bytes, without specials."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    @classmethod
+    def encode_batch(cls, contents: Sequence[bytes]) -> list[np.ndarray]:
+        """uint8 ids of each content, without specials."""
+        return [np.frombuffer(content, np.uint8) for content in contents]
 
     @classmethod
     def encode_document(cls, content: bytes) -> np.ndarray:
@@ -77,19 +85,6 @@ def find_files(path: Path | None) -> list[Path]:
     if not found:
         raise FileNotFoundError(f"no text files in {root}")
     return sorted(found, key=lambda f: f.relative_to(root).as_posix())
-
-
-def read_tokens(path: Path | None) -> np.ndarray:
-    """One uint16 array: every file of the data set (:func:`find_files`) as a document, one after another.
-
-    Raises:
-        FileNotFoundError: nothing to read.
-    """
-    contents = (file.read_bytes() for file in find_files(path))
-    documents = [ByteTokenizer.encode_document(content) for content in contents if content]
-    if not documents:
-        raise FileNotFoundError(f"every file of {path} is empty")
-    return np.concatenate(documents)
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:

@@ -42,8 +42,16 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``[batch, length, hidden]`` to the same shape; ``cos`` and ``sin`` are ``[length, head_size]``."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``[batch, length, hidden]`` to the same shape.
+
+        Args:
+            x: hidden states.
+            cos: ``[length, head_size]``, or ``[batch, 1, length, head_size]``.
+            sin: as ``cos``.
+            mask: bool ``[batch, 1, length, length]``, true where a token (dim 2) sees another (dim 3); None: each sees
+                itself and all before it.
+        """
         batch, length, _ = x.shape
 
         def heads(y: Tensor) -> Tensor:  # [batch, heads, length, head_size]
@@ -52,7 +60,7 @@ class LlamaAttention(nn.Module):
         query, key, value = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -87,9 +95,9 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Same shape as ``x``."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -105,12 +113,22 @@ class LlamaModel(nn.Module):
         # No buffers: a model built without memory has no values to keep, and checkpoints need none of them.
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``[batch, length]`` to hidden states ``[batch, length, hidden]``."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Token ids ``[batch, length]`` to hidden states ``[batch, length, hidden]``.
+
+        Args:
+            input_ids: the tokens.
+            position_ids: int64 ``[batch, length]``, the place of each token in its document: within a row they count
+                up, and start again at 0 with each document; tokens see their own document only. None: a row is one.
+        """
         x = self.embed_tokens(input_ids)
         cos, sin = self._rotary(input_ids.shape[1], x)
+        mask = None
+        if position_ids is not None:
+            mask = _document_mask(position_ids)
+            cos, sin = cos[position_ids].unsqueeze(1), sin[position_ids].unsqueeze(1)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.norm(x)
 
     def _rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +138,15 @@ class LlamaModel(nn.Module):
             # not .to(like): the tables are whole, whatever becomes of the activations
             self._tables[key] = (cos.to(like.device, like.dtype), sin.to(like.device, like.dtype))
         return self._tables[key]
+
+
+def _document_mask(position_ids: Tensor) -> Tensor:
+    """Bool ``[batch, 1, length, length]``: whether the token of dim 3 is in the document of that of dim 2, not behind."""
+    length = position_ids.shape[1]
+    places = torch.arange(length, device=position_ids.device)
+    begins = places - position_ids  # where its document begins: what the tokens of a document have in common
+    together = begins.unsqueeze(2) == begins.unsqueeze(1)
+    return (together & (places.unsqueeze(1) >= places)).unsqueeze(1)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -140,7 +167,7 @@ class LlamaForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``."""
-        logits: Tensor = self.lm_head(self.model(input_ids))
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``; arguments as :class:`LlamaModel`'s."""
+        logits: Tensor = self.lm_head(self.model(input_ids, position_ids))
         return logits

@@ -1,0 +1,45 @@
+"""From a job's options to the text that it trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyper_parallel.trainer.data import PackedText
+from hyper_parallel.trainer.data_cache import open_tokens
+from hyper_parallel.trainer.data_tokens import DataError, Tokens
+from hyper_parallel.trainer.options import TrainOptions
+
+__all__ = ["open_text", "pack", "token_cache"]
+
+
+def token_cache(options: TrainOptions) -> Path:
+    """The folder for token ids."""
+    return options.output / "tokens" if options.text.cache is None else options.text.cache
+
+
+def open_text(options: TrainOptions, path: Path | None = None) -> PackedText:
+    """The text of a job, or another one (``path``) that is read the same way.
+
+    The process that starts the workers calls this before they do: they find the token ids ready, and it has told what
+    is wrong with the text, if anything.
+
+    Raises:
+        FileNotFoundError: there is no text.
+        DataError: the text cannot be used, or is too little, or the model's vocabulary is too small for it.
+        OSError: a file cannot be read or written.
+    """
+    return pack(open_tokens(path or options.data, options.text, token_cache(options)), options)
+
+
+def pack(tokens: Tokens, options: TrainOptions) -> PackedText:
+    """Tokens as the batches of a job.
+
+    Raises:
+        DataError: as :func:`open_text`.
+    """
+    size = options.model.vocab_size
+    if tokens.highest >= size:
+        raise DataError(f"the text has token id {tokens.highest}, but vocab_size is {size}")
+    training = options.training
+    masks = options.text.document_masks
+    return PackedText(tokens, training.sequence_length, training.batch_size, options.seed, masks)

@@ -1,0 +1,47 @@
+"""The last words of a run: how it went, a picture of the loss, and where everything is."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from hyper_parallel.trainer.loss_picture import draw_losses
+from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.summary import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, RunSummary
+
+__all__ = ["describe_run", "missing_packages", "where_written"]
+
+_INSTALL = "install it with: pip install 'hyper_parallel[watch]'"
+
+
+def missing_packages(options: TrainOptions) -> str | None:
+    """What has to be installed for these options, in words; None: nothing."""
+    if options.metrics.enable_tensorboard and find_spec("tensorboard") is None:
+        return f"metrics.enable_tensorboard needs the package 'tensorboard'; {_INSTALL}"
+    return None
+
+
+def describe_run(options: TrainOptions, summary: RunSummary) -> str:
+    """Some lines; draws the picture, too."""
+    lines = [summary.describe()]
+    if options.metrics.picture:
+        try:
+            draw_losses({f"{summary.arrangement}": options.output / METRICS_FILE}, options.output / PICTURE_FILE)
+        except ModuleNotFoundError as error:
+            lines.append(f"no picture of the loss: it needs the package {error.name!r}; {_INSTALL}")
+    return "\n".join([*lines, where_written(options)])
+
+
+def where_written(options: TrainOptions, *more: Path) -> str:
+    """The files and folders of a run, with what they are; ``more`` comes last."""
+    folder = options.output
+    known = {
+        folder / METRICS_FILE: "each step",
+        folder / SUMMARY_FILE: "the whole run",
+        folder / PICTURE_FILE: "the loss as a picture",
+        folder / TENSORBOARD_FOLDER: f"for tensorboard --logdir {folder}",
+        folder / options.checkpoint.folder: "checkpoints",
+        folder / "logs": "what ranks other than 0 have said",
+    }
+    lines = [f"  {path}  ({what})" for path, what in known.items() if path.exists()]
+    return "\n".join(["written:", *lines, *(f"  {path}" for path in more)])
