@@ -1,0 +1,89 @@
+"""A run that goes on from a checkpoint does what the uninterrupted run does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.checkpoint_jobs import EVERY_2, STEPS, steps_in, steps_logged, train, write_text
+
+pytestmark = pytest.mark.platform("torch")
+ALL = list(range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> dict[int, float]:
+    """The losses of a run at tp 2 that left checkpoints after steps 2, 4 and 6."""
+    losses = train(root, "whole", *EVERY_2)
+    assert steps_in(root, "whole") == [2, 4, 6] and list(losses) == ALL
+    return losses
+
+
+def test_what_a_checkpoint_is_made_of(root: Path, whole: dict[int, float]) -> None:
+    folder = root / "whole/checkpoints/step_000004"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == state["updates"] == state["data"]["step"] == 4
+    assert len(state["rng"]) == 2 and state["versions"]["torch"] and state["options"]["seed"] == 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert there == {*manifest["files"], "manifest.json"}
+    index = json.loads((folder / "optimizer/model.safetensors.index.json").read_text())["weight_map"]
+    assert {"lm_head.weight.exp_avg", "lm_head.weight.exp_avg_sq"} <= index.keys()
+    assert len(set(index.values())) > 1, "all tensors were written by one rank"
+    assert not any("pkl" in name or name.endswith((".pt", ".bin")) for name in there)
+    assert not [p for p in (root / "whole/checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def test_the_same_ranks_go_on_bit_by_bit(root: Path, whole: dict[int, float]) -> None:
+    losses = train(root, "same", "--checkpoint.resume", str(root / "whole/checkpoints/step_000004"))
+    assert losses == {step: whole[step] for step in (5, 6)}
+
+
+def test_data_parallel_ranks_go_on_bit_by_bit(root: Path, whole: dict[int, float]) -> None:
+    before = train(root, "dp", *EVERY_2, degrees=(2, 2))
+    assert before == pytest.approx(whole, abs=1e-4)
+    after = train(root, "dp after", "--checkpoint.resume", str(root / "dp/checkpoints/step_000002"), degrees=(2, 2))
+    assert after == {step: before[step] for step in (3, 4, 5, 6)}
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_other_numbers_of_ranks_go_on_as_well(degrees: tuple[int, int], root: Path, whole: dict[int, float]) -> None:
+    last = root / "whole/checkpoints/step_000004"
+    losses = train(root, f"{degrees}", "--checkpoint.resume", str(last), degrees=degrees)
+    assert losses == pytest.approx({step: whole[step] for step in (5, 6)}, abs=1e-4)
+
+
+def test_a_run_goes_on_by_itself_and_keeps_its_metrics(root: Path, whole: dict[int, float]) -> None:
+    shutil.copytree(root / "whole", root / "again")
+    shutil.rmtree(root / "again/checkpoints/step_000006")
+    (root / "again/checkpoints/.step_000006.0.part").mkdir()
+    with open(root / "again/metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # a line cut short by a kill
+    assert train(root, "again", *EVERY_2) == whole
+    assert steps_logged(root, "again") == ALL and steps_in(root, "again") == [2, 4, 6]
+    assert not [p for p in (root / "again/checkpoints").iterdir() if p.name.startswith(".")]
+    assert train(root, "again", *EVERY_2) == whole  # nothing left to do
+
+
+def test_the_last_k_are_kept(root: Path) -> None:
+    options = ["--checkpoint.enable", "--checkpoint.interval", "1", "--checkpoint.keep-latest-k", "2"]
+    train(root, "few", *options, degrees=(1, 1))
+    assert steps_in(root, "few") == [5, 6]
+
+
+def test_a_new_run_does_not_write_among_checkpoints_of_another(root: Path, whole: dict[int, float]) -> None:
+    kept = [*EVERY_2, "--checkpoint.resume"]
+    for how in ("none", str(root / "whole/checkpoints/step_000002")):
+        error = train(root, "whole", *kept, how, expect_error=True)
+        assert all("holds step_000006 of another run" in str(e.message) for e in error)
+    assert steps_in(root, "whole") == [2, 4, 6]
