@@ -6,14 +6,16 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 import yaml
 
 from hyper_parallel.trainer.options import TrainOptions
 
-__all__ = ["UsageError", "parse_train_options", "read_options_file"]
+__all__ = ["UsageError", "parse_options", "parse_train_options", "read_options_file"]
+
+Options = TypeVar("Options", bound=TrainOptions)
 
 
 class UsageError(ValueError):
@@ -21,26 +23,31 @@ class UsageError(ValueError):
 
 
 def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
-    """``[config.yaml] [--section.option value ...]`` as options.
+    """:func:`parse_options` of the command ``train``."""
+    return parse_options(TrainOptions, "train", arguments)
+
+
+def parse_options(kind: type[Options], command: str, arguments: Sequence[str]) -> Options:
+    """``[config.yaml] [--section.option value ...]`` as options of a command.
 
     Raises:
         UsageError: the file cannot be used.
         SystemExit: 0 after ``--help``; 2 for an option that does not exist (with near matches) or a value
             that does not fit.
     """
-    rest, defaults = list(arguments), TrainOptions()
+    rest, defaults = list(arguments), kind()
     if rest and not rest[0].startswith("-"):
-        defaults = read_options_file(Path(rest.pop(0)))
+        defaults = read_options_file(Path(rest.pop(0)), kind)
     return tyro.cli(
-        TrainOptions,
+        kind,
         args=rest,
         default=defaults,
-        prog="hyper-parallel train",
-        description=f"{TrainOptions.__doc__} Options may also come from a YAML file as the first argument.",
+        prog=f"hyper-parallel {command}",
+        description=f"{kind.__doc__} Options may also come from a YAML file as the first argument.",
     )
 
 
-def read_options_file(path: Path) -> TrainOptions:
+def read_options_file(path: Path, kind: type[Options] = TrainOptions) -> Options:  # type: ignore[assignment]
     """Options from a YAML file whose nested mappings are the sections.
 
     Raises:
@@ -54,7 +61,7 @@ def read_options_file(path: Path) -> TrainOptions:
     content = {} if content is None else content
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds a {type(content).__name__}; expected a mapping of options")
-    known = list(_option_names(TrainOptions()))
+    known = list(_option_names(kind()))
     arguments: list[str] = []
     for name, value in _flatten(content):
         if name not in known:
@@ -62,7 +69,7 @@ def read_options_file(path: Path) -> TrainOptions:
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
             raise UsageError(f"{path}: unknown option {name!r}; {hint}")
         arguments += _as_arguments(name, value)
-    return tyro.cli(TrainOptions, args=arguments, prog=str(path), add_help=False)
+    return tyro.cli(kind, args=arguments, prog=str(path), add_help=False)
 
 
 def _option_names(options: Any, prefix: str = "") -> Iterator[str]:

@@ -104,7 +104,8 @@ class PackedText:
         own = self.position(position.get("step", 0))
         for name, value in own.items():
             if position.get(name) != value:
-                raise DataError(f"the position in the text was taken with {name} {position.get(name)}; here it is {value}")
+                found = position.get(name)
+                raise DataError(f"the position in the text was taken with {name} {found}; here it is {value}")
         return own["step"]
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hyper_parallel.trainer.loss_picture import draw_losses
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, RunSummary
 
-__all__ = ["describe_run", "missing_packages", "where_written"]
+__all__ = ["describe_run", "draw_picture", "missing_packages", "where_written"]
 
 _INSTALL = "install it with: pip install 'hyper_parallel[watch]'"
 
@@ -23,13 +24,19 @@ def missing_packages(options: TrainOptions) -> str | None:
 
 def describe_run(options: TrainOptions, summary: RunSummary) -> str:
     """Some lines; draws the picture, too."""
-    lines = [summary.describe()]
-    if options.metrics.picture:
-        try:
-            draw_losses({f"{summary.arrangement}": options.output / METRICS_FILE}, options.output / PICTURE_FILE)
-        except ModuleNotFoundError as error:
-            lines.append(f"no picture of the loss: it needs the package {error.name!r}; {_INSTALL}")
-    return "\n".join([*lines, where_written(options)])
+    note = draw_picture(options, {summary.arrangement: options.output / METRICS_FILE})
+    return "\n".join([summary.describe(), *note, where_written(options)])
+
+
+def draw_picture(options: TrainOptions, runs: Mapping[str, Path]) -> list[str]:
+    """The losses of ``runs`` (label -> metrics) as the picture of this run; returns a line when it cannot be drawn."""
+    if not options.metrics.picture:
+        return []
+    try:
+        draw_losses(runs, options.output / PICTURE_FILE)
+    except ModuleNotFoundError as error:
+        return [f"no picture of the loss: that needs the package {error.name!r}; {_INSTALL}"]
+    return []
 
 
 def where_written(options: TrainOptions, *more: Path) -> str:
