@@ -7,37 +7,53 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import hyper_parallel
+
 __all__ = ["main"]
 
 _COMMANDS = {
-    "train": "hyper_parallel.trainer.train_command",
-    "doctor": "hyper_parallel.trainer.doctor",
+    "train": ("train_command", "train a small Llama on text, with the last layer and its loss shared between ranks"),
+    "compare": ("compare_command", "train, train the same with one process, and say how far apart the two are"),
+    "matrix": ("matrix_command", "what is supported, and which of it runs with what is installed here"),
+    "doctor": ("doctor", "say what is installed, and let local workers try a collective"),
 }
+"""Name -> its module in ``hyper_parallel.trainer``, and one line on it."""
 
-_USAGE = """\
-usage: hyper-parallel COMMAND [options]
 
-commands:
-  train    train a small Llama on text, with the last layer and its loss shared between ranks
-  doctor   say what is installed, and let local workers try a collective
-
-hyper-parallel COMMAND --help shows the options of a command."""
+def _usage() -> str:
+    lines = [f"  {name:<9}{text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: hyper-parallel COMMAND [config.yaml] [options]",
+            "       hyper-parallel --version",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "hyper-parallel COMMAND --help shows the options of a command; the folder examples/ of the project has",
+            "options files to begin with.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 (it failed), 2 (wrong usage), or 128 + a signal's number."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
         return 0 if arguments else 2
     name = arguments.pop(0)
+    if name in ("-V", "--version"):
+        print(f"hyper_parallel {hyper_parallel.__version__}")
+        return 0
     if name not in _COMMANDS:
-        near = difflib.get_close_matches(name, _COMMANDS, n=1)
+        kind = "option" if name.startswith("-") else "command"
+        near = difflib.get_close_matches(name, [*_COMMANDS, "--version", "--help"], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(_COMMANDS)}"
-        print(f"hyper-parallel: unknown command {name!r}; {hint}", file=sys.stderr)
+        print(f"hyper-parallel: unknown {kind} {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        command = importlib.import_module(_COMMANDS[name])
+        command = importlib.import_module(f"hyper_parallel.trainer.{_COMMANDS[name][0]}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("hyper_parallel"):
             raise
