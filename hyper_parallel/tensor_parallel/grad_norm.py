@@ -13,6 +13,7 @@ from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Parameter, get_module_backend
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.cuts import owned_ranges
+from hyper_parallel.tensor_parallel.data_shards import data_piece, held_rows, local_part
 
 __all__ = ["clip_grad_norm_", "total_norm"]
 
@@ -27,8 +28,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``. Signature as in PyTorch.
 
-    Takes parameters that ranks share, whole ones, tied ones and heads held by several ranks together; each
-    element of the whole model counts once, so the norm is that of one device, and the same on every rank.
+    Takes parameters that ranks share, whole ones, tied ones, heads held by several ranks, and those that FSDP2 has
+    sharded over data-parallel ranks, together; each element of the whole model counts once, so the norm is that of
+    one device, and the same on every rank.
 
     Args:
         parameters: those of this rank; parameters without a gradient are left out.
@@ -44,7 +46,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: ``error_if_nonfinite``; on every rank.
 
-    Collectives: one of a scalar for each group that shares parameters; none without such a group.
+    Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over; none
+    without such a group.
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), 1.0)                          # doctest: +SKIP
@@ -61,7 +64,8 @@ def clip_grad_norm_(
         )
     factor = backend.at_most_one(float(max_norm) / (norm + 1e-6))
     found = gradients if gradients is not None else [backend.gradient(p) for p in listed]
-    backend.scale_gradients(list({id(g): g for g in found if g is not None}.values()), factor)
+    distinct = {id(g): local_part(g) for g in found if g is not None}
+    backend.scale_gradients(list(distinct.values()), factor)
     return norm
 
 
@@ -74,11 +78,11 @@ def total_norm(
     """The norm of the gradients of all ranks together, each element of the whole model once; None without
     parameters.
 
-    Collectives: one of a scalar for each group that shares parameters.
+    Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over.
 
     Raises:
         ValueError: another number of gradients than of parameters, an order that is not positive, a cut parameter
-            without its group, or a distributed tensor of the framework.
+            without its group, or a distributed tensor of the framework that is not sharded as FSDP2 does.
     """
     backend = get_module_backend()
     order = float(norm_type)
@@ -89,9 +93,12 @@ def total_norm(
     if not parameters:
         return None
     found = gradients if gradients is not None else [backend.gradient(p) for p in parameters]
-    shares = _share_out(parameters, found)
-    like = next((g for g in found if g is not None), parameters[0])
-    parts = [_over_group(backend.power_sum(share.counted, order, like), share.group, order) for share in shares]
+    like = local_part(next((g for g in found if g is not None), parameters[0]))
+    parts: list[Tensor] = []
+    for group, indices in _by_data_group(parameters).items():
+        shares = _share_out([parameters[i] for i in indices], [found[i] for i in indices])
+        sums = [_over_group(backend.power_sum(share.counted, order, like), share.group, order) for share in shares]
+        parts += [_over_group(part, group, order) for part in sums]
     if math.isinf(order):
         return backend.power_sum(parts, order, like)
     total = parts[0]
@@ -117,6 +124,17 @@ class _Share:
     counted: list[Tensor] = field(default_factory=list)
 
 
+def _by_data_group(parameters: Sequence[Parameter]) -> dict[Group | None, list[int]]:
+    """Indices of the parameters by the ranks that FSDP2 shards them over; those that it does not are under None."""
+    groups: dict[tuple[int, ...], Group] = {}
+    indices: dict[Group | None, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        piece = data_piece(parameter)
+        group = None if piece is None else groups.setdefault(piece.group.ranks, piece.group)
+        indices.setdefault(group, []).append(index)
+    return indices
+
+
 def _share_out(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> list[_Share]:
     """Whole parameters are counted by the first rank of the first group, so that all ranks get one and the
     same sum.
@@ -128,29 +146,35 @@ def _share_out(parameters: Sequence[Parameter], gradients: Sequence[Tensor | Non
         if id(parameter) in seen:  # tied
             continue
         seen.add(id(parameter))
-        if get_platform().is_native_dtensor(parameter):
-            raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is a distributed tensor of the framework (FSDP2 makes "
-                "them), which does not say over which tensor-parallel ranks it is cut; expected plain parameters"
-            )
         spec: ShardSpec | None = getattr(parameter, "_shard_spec", None)
         group: Group | None = getattr(parameter, "_shard_group", None)
         if spec is not None and spec.dim is not None and group is None:
             raise ValueError(f"a parameter cut as {spec} does not say over which ranks (_shard_group)")
         if spec is None or group is None:
-            whole += [] if gradient is None else [gradient]
+            whole += [] if gradient is None else [local_part(gradient)]
             continue
         # also without a gradient: all ranks must see the same groups
         share = by_ranks.setdefault(group.ranks, _Share(group))
         if gradient is None:
             continue
+        local = local_part(gradient)
         if spec.dim is None:
-            share.counted += [gradient] if group.rank == 0 else []
+            share.counted += [local] if group.rank == 0 else []
         else:
-            narrow = get_platform().narrow
+            held = held_rows(parameter, spec.dim)
             ranges = owned_ranges(spec, group.rank)
-            share.counted += [narrow(gradient, spec.dim, start, stop - start) for start, stop in ranges]
+            share.counted += _pieces(local, spec.dim, ranges, held)
     shares = list(by_ranks.values()) or [_Share(None)]
     if shares[0].group is None or shares[0].group.rank == 0:
         shares[0].counted += whole
     return shares
+
+
+def _pieces(
+    local: Tensor, dim: int, ranges: Sequence[tuple[int, int]], held: tuple[int, int] | None
+) -> list[Tensor]:
+    """What of ``ranges`` along ``dim`` lies in a tensor that begins at ``held[0]``; None: it is all there."""
+    narrow = get_platform().narrow
+    if held is not None:
+        ranges = [(max(start, held[0]) - held[0], min(stop, held[1]) - held[0]) for start, stop in ranges]
+    return [narrow(local, dim, start, stop - start) for start, stop in ranges if stop > start]

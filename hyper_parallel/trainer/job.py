@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import numpy as np
 
 from hyper_parallel.core.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.platform import get_platform
+from hyper_parallel.trainer.checkpoint import Checkpointer
+from hyper_parallel.trainer.checkpoint_tensors import TrainedParts
 from hyper_parallel.trainer.data import PackedText
+from hyper_parallel.trainer.loss import LossFunction
 from hyper_parallel.trainer.metrics import MetricsLog
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.setup import ModelSource, Plan
 from hyper_parallel.trainer.stopping import StopRequest
-from hyper_parallel.trainer.summary import METRICS_FILE, RunSummary
-from hyper_parallel.trainer.text import read_tokens
+from hyper_parallel.trainer.summary import METRICS_FILE, TENSORBOARD_FOLDER, RunSummary
 from hyper_parallel.trainer.trainer import Trainer
+from hyper_parallel.trainer.validation_text import open_texts
 
 __all__ = ["run_worker"]
 
 
-def run_worker(options: TrainOptions) -> RunSummary:
+def run_worker(
+    options: TrainOptions,
+    *,
+    model: ModelSource | None = None,
+    plan: Plan | None = None,
+    loss: LossFunction | None = None,
+) -> RunSummary:
     """Train as one rank of the job that the environment describes; collective over all of its processes.
 
     Rank 0 writes ``metrics.jsonl`` (a line per step) and ``summary.json`` into ``options.output``. The process group
     stays open.
+
+    Args:
+        options: what to train, and how.
+        model: builds another model; see :class:`Trainer`.
+        plan: what tensor-parallel ranks share of it.
+        loss: another loss.
 
     Raises:
         ValueError: options, text and number of processes do not fit together, or ranks disagree on them.
@@ -34,13 +51,16 @@ def run_worker(options: TrainOptions) -> RunSummary:
     shape = (degrees.data_parallel_degree, degrees.tensor_parallel_degree)
     mesh = init_device_mesh(options.device, shape, mesh_dim_names=("dp", "tp"))
     training = options.training
-    text = PackedText(read_tokens(options.data), training.sequence_length, training.batch_size, options.seed)
+    text, held_out = open_texts(options)
     _check_agreement(mesh, options, text)
     stop = StopRequest()
     with stop.listening():
-        trainer = Trainer(options, mesh, text)
+        trainer = Trainer(options, mesh, text, model=model, plan=plan, loss=loss, held_out=held_out)
         if platform.rank() == 0:
             print(trainer.describe(), flush=True)
+        parts = TrainedParts(trainer.built.model, trainer.learner, trainer.tools, options.device)
+        checkpoints = Checkpointer(options, parts, text)
+        start = checkpoints.resume()
         log = MetricsLog(
             options.output / METRICS_FILE,
             options.steps,
@@ -48,11 +68,15 @@ def run_worker(options: TrainOptions) -> RunSummary:
             mesh,
             trainer.tools,
             label=f"dp={shape[0]} tp={shape[1]}",
+            start=start,
+            tensorboard=options.output / TENSORBOARD_FOLDER if options.metrics.enable_tensorboard else None,
         )
         try:
-            result = trainer.train(log, stop)
+            result = trainer.train(log, stop, start=start, after_step=partial(checkpoints.after_step, log=log))
         finally:
             log.close()
+        if not log.last:
+            raise ValueError(f"nothing to train: the checkpoint is of step {start}, and steps is {options.steps}")
     summary = RunSummary(
         steps=result.steps,
         interrupted=result.interrupted,
@@ -66,6 +90,7 @@ def run_worker(options: TrainOptions) -> RunSummary:
         version=platform.version,
         data_parallel_degree=shape[0],
         tensor_parallel_degree=shape[1],
+        validation_loss=log.validation.get("validation_loss"),
     )
     if platform.rank() == 0:
         summary.write(options.output)

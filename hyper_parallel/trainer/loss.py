@@ -7,7 +7,7 @@ gradients of its parts, on whatever rank and in whatever order, add up to those 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,13 +135,15 @@ class ChunkedCrossEntropyLoss(HeadLoss):
 
 
 def loss_of_model(
-    model: Module, loss: LossFunction | HeadLoss, tokens: Any, labels: Any, global_valid_tokens: int
+    model: Module, loss: LossFunction | HeadLoss, inputs: Sequence[Any], labels: Any, global_valid_tokens: int
 ) -> Tensor:
-    """Forward and loss: a plain scalar on the model's graph. Understands models that give an object with ``logits``."""
+    """Forward on ``inputs`` and loss: a plain scalar on the model's graph. Understands models that give an object with
+    ``logits``.
+    """
     if isinstance(loss, HeadLoss):
         with loss.expecting(labels, global_valid_tokens):
-            return plain_scalar(_logits_of(model(tokens)))
-    return plain_scalar(loss(_logits_of(model(tokens)), labels, global_valid_tokens))
+            return plain_scalar(_logits_of(model(*inputs)))
+    return plain_scalar(loss(_logits_of(model(*inputs)), labels, global_valid_tokens))
 
 
 def plain_scalar(loss: Any) -> Tensor:

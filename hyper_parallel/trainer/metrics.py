@@ -16,6 +16,8 @@ from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import TrainingTools
+from hyper_parallel.trainer.tensorboard_log import TensorBoardLog
+from hyper_parallel.trainer.validation import Validation
 
 __all__ = ["MetricsLog", "StepRecord"]
 
@@ -54,6 +56,7 @@ class MetricsLog:
         tools: the backend's.
         label: what the progress bar says.
         start: steps that an earlier part of this run has taken.
+        tensorboard: a folder for TensorBoard's events; None: none are written.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class MetricsLog:
         tools: TrainingTools,
         label: str,
         start: int = 0,
+        tensorboard: Path | None = None,
     ) -> None:
         self._interval, self._mesh, self._tools = interval, mesh, tools
         self._pending: list[StepRecord] = []
@@ -72,16 +76,21 @@ class MetricsLog:
         self._tokens = 0
         self.peak_memory = 0
         kept = _rows_until(path, start)
-        self.first: dict[str, Any] = kept[0] if kept else {}
-        self.last: dict[str, Any] = kept[-1] if kept else {}
+        steps = [row for row in kept if "loss" in row]  # others are of validations
+        self.first: dict[str, Any] = steps[0] if steps else {}
+        self.last: dict[str, Any] = steps[-1] if steps else {}
+        self.validation: dict[str, Any] = {}
         self._file: IO[str] | None = None
         self._bar: Any = None
+        self._events: TensorBoardLog | None = None
         if get_platform().rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f".{path.name}.part")
             draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             draft.replace(path)  # at once: a job that is killed here has not lost its history
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            if tensorboard is not None:
+                self._events = TensorBoardLog(tensorboard, start)
             # disable=None: no bar where nobody would see it move
             self._bar = tqdm(total=total, initial=start, desc=label, unit="step", disable=None, dynamic_ncols=True)
 
@@ -119,6 +128,19 @@ class MetricsLog:
         self._pending.clear()
         self._since = time.perf_counter()
 
+    def validated(self, step: int, found: Validation, seconds: float) -> None:
+        """Take note of a validation after ``step``, whose row says ``validation_loss``; its time does not count."""
+        self._since += seconds
+        self._began += seconds
+        row = {"step": step, "validation_loss": found.loss, "validation_tokens": found.tokens}
+        self.validation = row
+        if self._file is None:
+            return
+        self._keep([row])
+        line = f"step {step:>5}  validation loss {found.loss:.4f}  perplexity {found.perplexity:.2f}"
+        tqdm.write(f"{line}  {found.tokens:,} tokens", file=sys.stdout)
+        sys.stdout.flush()
+
     @property
     def tokens_per_second(self) -> float:
         """Over the whole run so far."""
@@ -132,9 +154,7 @@ class MetricsLog:
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self._file is None:
             return
-        for row in rows:
-            self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._keep(rows)
         last = rows[-1]
         mean = sum(row["loss"] for row in rows) / len(rows)
         line = (
@@ -145,6 +165,18 @@ class MetricsLog:
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
         self._bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
+
+    def _keep(self, rows: list[dict[str, Any]]) -> None:
+        """In the files, where there are any."""
+        if self._file is None:
+            return
+        for row in rows:
+            self._file.write(json.dumps(row) + "\n")
+            if self._events is not None:
+                self._events.write(row)
+        self._file.flush()
+        if self._events is not None:
+            self._events.flush()
 
     def _largest(self, value: int) -> int:
         """The largest of all ranks' values."""
@@ -157,10 +189,12 @@ class MetricsLog:
         return int(platform.to_numpy(tensor)[0])
 
     def close(self) -> None:
-        """Close file and progress bar."""
+        """Close files and progress bar."""
         if self._file is not None:
             self._file.close()
             self._bar.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:

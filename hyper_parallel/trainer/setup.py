@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.loss_parallel import TrainContext
 from hyper_parallel.models.llama import build_llama
 from hyper_parallel.platform import get_platform
-from hyper_parallel.platform.modules import get_module_backend
-from hyper_parallel.platform.training import TrainingTools
+from hyper_parallel.platform.modules import Module, get_module_backend
+from hyper_parallel.platform.training import ModelSettings, TrainingTools
 from hyper_parallel.tensor_parallel.auto_plan import last_layer
 from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Normal
 from hyper_parallel.tensor_parallel.materialize import materialize
 from hyper_parallel.tensor_parallel.plan import parallelize_module
+from hyper_parallel.tensor_parallel.styles import ParallelStyle
+from hyper_parallel.trainer.linear_loss import LinearLoss
+from hyper_parallel.trainer.loss import ChunkedCrossEntropyLoss, CrossEntropyLoss, HeadLoss, LossFunction
 from hyper_parallel.trainer.options import TrainOptions
 
-__all__ = ["BuiltModel", "build_model"]
+__all__ = ["BuiltModel", "ModelSource", "Plan", "build_model", "make_loss", "model_settings"]
+
+ModelSource = Callable[[], Module]
+"""Builds the model, as it would for one device. Runs where tensors have shapes but no memory."""
+
+Plan = str | Mapping[str, "str | ParallelStyle"]
+"""What :func:`parallelize_module` takes."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,18 @@ class BuiltModel:
         local_parameters: numbers that this rank holds.
     """
 
-    model: Any
+    model: Module
     parameters: int
     local_parameters: int
 
 
-def build_model(options: TrainOptions, mesh: DeviceMesh, tools: TrainingTools) -> BuiltModel:
+def build_model(
+    options: TrainOptions,
+    mesh: DeviceMesh,
+    tools: TrainingTools,
+    source: ModelSource | None = None,
+    plan: Plan | None = None,
+) -> BuiltModel:
     """Build without memory, share, materialise: no rank ever holds more than its part. Collective over the job.
 
     The initial weights depend on the seed alone, not on the number of ranks.
@@ -44,19 +61,56 @@ def build_model(options: TrainOptions, mesh: DeviceMesh, tools: TrainingTools) -
         options: the model, the plan and the seed.
         mesh: 2-D with dims ``("dp", "tp")``.
         tools: the backend's.
+        source: builds another model, whose own code says how it is initialised.
+        plan: what the ranks of a tp group share of it, in the place of ``options.plan``.
     """
     config = options.parallelism
-    model = tools.build(lambda: build_llama(options.model))
+    model = tools.build(source or (lambda: build_llama(options.model)))
     parameters = _count(model)
     if config.tp_enabled:
-        plan: Any = "auto" if options.plan == "auto" else {"lm_head": last_layer(config)}
-        parallelize_module(model, mesh["tp"], plan, config=config)
-    initial: dict[str, Initializer] = {"*": Normal(options.model.initializer_range), "*norm.weight": Constant(1.0)}
-    materialize(model, seed=options.seed, initial=initial, device=options.device)
+        whole: Plan = "auto" if options.plan == "auto" else {"lm_head": last_layer(config)}
+        parallelize_module(
+            model, mesh["tp"], plan or whole, config=config, sequence_parallel=config.enable_sequence_parallel
+        )
+    llama: dict[str, Initializer] = {"*": Normal(options.model.initializer_range), "*norm.weight": Constant(1.0)}
+    materialize(model, seed=options.seed, initial=llama if source is None else None, device=options.device)
     return BuiltModel(model, parameters, _count(model))
 
 
-def _count(model: Any) -> int:
+def model_settings(options: TrainOptions, mesh: DeviceMesh) -> ModelSettings:
+    """How the framework shall run the model."""
+    training, parallelism = options.training, options.parallelism
+    return ModelSettings(
+        data_mesh=mesh["dp"],
+        data_parallel=parallelism.data_parallel,
+        compute_dtype=training.mixed_precision_param,
+        activation_checkpoint=training.activation_checkpoint,
+        compile=training.compile,
+        compile_backend=training.compile_backend,
+    )
+
+
+def make_loss(
+    options: TrainOptions, model: Module, context: TrainContext, own: LossFunction | None = None
+) -> LossFunction | HeadLoss:
+    """The loss that the options name, put in the place of the model's last layer where it has to be.
+
+    Raises:
+        ValueError: a loss of one's own beside an option that names one, or a model without a known last layer.
+    """
+    training = options.training
+    if own is not None:
+        if training.loss != "cross_entropy":
+            raise ValueError(f"a loss was given, and training.loss is {training.loss!r}; leave one of them out")
+        return own
+    if training.loss == "cross_entropy":
+        return CrossEntropyLoss()
+    loss = ChunkedCrossEntropyLoss(training.loss_chunks, context) if training.loss == "chunked" else LinearLoss()
+    loss.attach(model)
+    return loss
+
+
+def _count(model: Module) -> int:
     backend, platform = get_module_backend(), get_platform()
     modules = [module for _, module in backend.named_modules(model)]
     found = {id(p): platform.shape(p) for module in modules for p in backend.own_parameters(module).values()}

@@ -45,6 +45,8 @@ class RunSummary:
     version: str
     data_parallel_degree: int
     tensor_parallel_degree: int
+    validation_loss: float | None = None
+    """The last one; None without validation."""
 
     @property
     def processes(self) -> int:

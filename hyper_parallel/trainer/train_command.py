@@ -7,18 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
-from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.launch_environment import is_worker
-from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
+from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.report import describe_run, missing_packages
 from hyper_parallel.trainer.summary import RunSummary
+from hyper_parallel.trainer.validation_text import open_texts
 from hyper_parallel.trainer.worker import ERROR_FILE, run_guarded
 
 __all__ = ["check", "launch", "run", "run_reporting", "train_as_rank"]
 
-_INTERRUPTED = 130
-"""Exit status of a rank that stopped early because it was told to."""
+_SAVE_SECONDS = 3600.0
+"""Time that workers get after Ctrl-C to write a checkpoint; a second Ctrl-C ends the wait."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def check(options: TrainOptions) -> None:
     if missing := missing_packages(options):
         raise UsageError(missing)
     try:
-        open_text(options)
+        open_texts(options)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
 
@@ -92,7 +92,7 @@ def train_as_rank(options: TrainOptions, report: Callable[[TrainOptions, RunSumm
     summary = run_worker(options)
     load_training_tools().close()
     if summary.interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     if ERROR_FILE not in os.environ and os.environ["RANK"] == "0":
         report(options, summary)
     return 0
@@ -106,8 +106,15 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
         JobInterrupted: the job was stopped by a signal.
     """
     command = [sys.executable, "-m", "hyper_parallel", name, *arguments]
+    saves = options.checkpoint.enable and options.checkpoint.save_on_stop
     try:
-        run_job(command, nproc=options.nproc, backend=options.backend, log_folder=options.output / "logs")
+        run_job(
+            command,
+            nproc=options.nproc,
+            backend=options.backend,
+            log_folder=options.output / "logs",
+            stop_seconds=_SAVE_SECONDS if saves else STOP_SECONDS,
+        )
     except JobInterrupted:
         print(f"\nwhat there is so far is in {options.output}", file=sys.stderr)
         raise

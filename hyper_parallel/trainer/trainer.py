@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hyper_parallel.core.device_mesh import DeviceMesh
-from hyper_parallel.core.dtensor import DTensor
 from hyper_parallel.loss_parallel import get_train_context
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import load_training_tools
 from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
-from hyper_parallel.trainer.data import IGNORE_INDEX, Batch, PackedText
+from hyper_parallel.trainer.data import Batch, PackedText
+from hyper_parallel.trainer.data_prefetch import prefetch
+from hyper_parallel.trainer.loss import LossFunction, loss_of_model
 from hyper_parallel.trainer.metrics import MetricsLog, StepRecord
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.same_batch import check_same_batch
 from hyper_parallel.trainer.schedule import warmup_cosine
-from hyper_parallel.trainer.setup import build_model
+from hyper_parallel.trainer.setup import ModelSource, Plan, build_model, make_loss, model_settings
 from hyper_parallel.trainer.stopping import StopRequest
+from hyper_parallel.trainer.validator import Validator
 
 __all__ = ["TrainResult", "Trainer"]
 
@@ -42,7 +47,7 @@ class TrainResult:
 
 
 class Trainer:
-    """One job: a Llama, AdamW, and text, on a dp x tp mesh.
+    """One job: a Llama or a model of your own, AdamW, and text, on a dp x tp mesh.
 
     Building one is collective over the mesh. The ranks of a tp group share the layers and the classes; the loss
     is class-sharded cross-entropy, summed and divided by the number of valid tokens of the whole batch.
@@ -51,25 +56,45 @@ class Trainer:
         options: what to train, and how.
         mesh: 2-D with dims ``("dp", "tp")``.
         text: the same on all ranks.
+        model: builds another model than the Llama of ``options.model``, as for one device. Called with token ids
+            ``[batch, length]`` it gives logits ``[batch, length, classes]``, or an object with ``logits``.
+        plan: what the ranks of a tp group share of it, as :func:`parallelize_module` takes it.
+        loss: another loss, from logits.
+        held_out: text for :attr:`validator`; None: there is none.
 
     Raises:
         ValueError: options, mesh and text do not fit together.
     """
 
-    def __init__(self, options: TrainOptions, mesh: DeviceMesh, text: PackedText) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        mesh: DeviceMesh,
+        text: PackedText,
+        *,
+        model: ModelSource | None = None,
+        plan: Plan | None = None,
+        loss: LossFunction | None = None,
+        held_out: PackedText | None = None,
+    ) -> None:
         self.options, self.mesh, self.text = options, mesh, text
         self.platform, self.tools = get_platform(), load_training_tools()
         self.tools.seed(options.seed, options.device)
-        self._check()
-        self.built = build_model(options, mesh, self.tools)
+        config, optimizer = options.parallelism, options.optimizer
+        self.built = build_model(options, mesh, self.tools, model, plan)
         self.model = self.built.model
-        optimizer = options.optimizer
+        self.train_context = get_train_context(config.loss_parallel_enabled, config)
+        self.loss = make_loss(options, self.model, self.train_context, loss)
         self.learner = self.tools.learner(
             self.model,
             {"betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay},
+            model_settings(options, mesh),
         )
-        config = options.parallelism
-        self.train_context = get_train_context(config.loss_parallel_enabled, config)
+        self.validator = None
+        if held_out is not None:
+            self.validator = Validator(
+                self.learner.model, self.loss, self.train_context, held_out, mesh, max_batches=options.validation.steps
+            )
 
     def describe(self) -> str:
         """One line on what is trained, and how it is shared."""
@@ -78,19 +103,6 @@ class Trainer:
             f"{len(self.text.tokens):,} tokens of text, {self.mesh.describe()}, loss parallel {state}, "
             f"{self.built.parameters:,} parameters: {self.built.local_parameters:,} on a rank"
         )
-
-    def _check(self) -> None:
-        rows = self.options.training.batch_size
-        parts = self.options.parallelism.data_parallel_degree * self.options.training.gradient_accumulation
-        if rows % parts:
-            raise ValueError(
-                f"batch_size ({rows}) must be a multiple of data_parallel_degree "
-                f"({self.options.parallelism.data_parallel_degree}) * gradient_accumulation "
-                f"({self.options.training.gradient_accumulation}) = {parts}"
-            )
-        highest = int(self.text.tokens.max())
-        if highest >= self.options.model.vocab_size:
-            raise ValueError(f"the text has token id {highest}, but vocab_size is {self.options.model.vocab_size}")
 
     def train(
         self, log: MetricsLog, stop: StopRequest, *, start: int = 0, after_step: AfterStep | None = None
@@ -103,49 +115,67 @@ class Trainer:
             start: steps that were taken before.
             after_step: called on all ranks with the number of steps taken, and whether the run stops early.
         """
-        training, optimizer = self.options.training, self.options.optimizer
-        for step in range(start, self.options.steps):
-            batch = self.text.batch(step, self.mesh.get_local_rank("dp"), self.mesh.size("dp"))
-            valid = self._over_ranks(batch.valid_tokens, "dp")
-            loss = self._accumulate(batch, valid)
-            norm = self._reduce_and_clip(training.max_grad_norm)
-            lr = warmup_cosine(
-                step,
-                peak=optimizer.lr,
-                warmup_steps=optimizer.warmup_steps,
-                total_steps=self.options.steps,
-                final_ratio=optimizer.final_lr_ratio,
-            )
-            self.learner.update(lr)
-            log.record(StepRecord(step + 1, loss, norm, lr, batch.tokens.size * self.mesh.size("dp")))
-            stopping = stop.agreed(self.mesh)
-            if after_step is not None:
-                after_step(step + 1, stopping)
-            if stopping:
-                log.flush()
-                return TrainResult(step + 1, interrupted=True)
+        with prefetch(self._batch, start, self.options.steps, self.options.text.prefetch) as batches:
+            for step, batch in batches:
+                if step == start:
+                    check_same_batch(batch, self.mesh)
+                log.record(self._step(step, batch))
+                self._validate(step + 1, log)
+                stopping = stop.agreed(self.mesh)
+                if after_step is not None:
+                    after_step(step + 1, stopping)
+                if stopping:
+                    log.flush()
+                    return TrainResult(step + 1, interrupted=True)
         log.flush()
         return TrainResult(self.options.steps, interrupted=False)
+
+    def _validate(self, step: int, log: MetricsLog) -> None:
+        freq = self.options.validation.freq
+        if self.validator is not None and freq and (step % freq == 0 or step == self.options.steps):
+            log.flush()
+            began = time.perf_counter()
+            log.validated(step, self.validator.run(), time.perf_counter() - began)
+
+    def _batch(self, step: int) -> Batch:
+        return self.text.batch(step, self.mesh.get_local_rank("dp"), self.mesh.size("dp"))
+
+    def _step(self, step: int, batch: Batch) -> StepRecord:
+        training, optimizer = self.options.training, self.options.optimizer
+        valid = self._over_ranks(batch.valid_tokens, "dp")
+        loss = self._accumulate(batch, valid)
+        norm = self._reduce_and_clip(training.max_grad_norm)
+        lr = warmup_cosine(
+            step,
+            peak=optimizer.lr,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=self.options.steps,
+            final_ratio=optimizer.final_lr_ratio,
+        )
+        self.learner.update(lr)
+        return StepRecord(step + 1, loss, norm, lr, batch.tokens.size * self.mesh.size("dp"))
 
     def _accumulate(self, batch: Batch, valid: int) -> Tensor:
         """Gradients of the batch's loss over this rank's rows; returns the loss over all rows."""
         rows = len(batch.tokens) // self.options.training.gradient_accumulation
         total = None
         for first in range(0, len(batch.tokens), rows):
-            tokens, labels = (self.tools.to_device(a[first : first + rows], self.options.device) for a in batch)
+            tokens, labels, *positions = (
+                self.tools.to_device(a, self.options.device) for a in batch.rows(first, first + rows) if a is not None
+            )
+            self.learner.announce_part(last=first + rows >= len(batch.tokens))
             with self.train_context():
-                part = self.learner.accumulate(lambda t, y: self._loss(t, y, valid), tokens, labels)
+                part = self.learner.accumulate(partial(self._loss, positions, valid), tokens, labels)
             total = part if total is None else total + part
         return self._all_reduce(total, "dp")
 
-    def _loss(self, tokens: Tensor, labels: Tensor, valid: int) -> Tensor:
+    def _loss(self, positions: list[Tensor], valid: int, tokens: Tensor, labels: Tensor) -> Tensor:
         """Sum over the rows at hand, divided by the whole batch's valid tokens: parts add up to the mean."""
-        loss = self.tools.cross_entropy_sum(self.model(tokens), labels, IGNORE_INDEX) / max(valid, 1)
-        return loss.to_local() if isinstance(loss, DTensor) else loss
+        return loss_of_model(self.learner.model, self.loss, (tokens, *positions), labels, valid)
 
     def _reduce_and_clip(self, max_norm: float | None) -> Tensor:
         """Add up what data-parallel ranks found; returns the norm over all parameters, before clipping."""
-        if self.mesh.size("dp") > 1:
+        if self.mesh.size("dp") > 1 and not self.learner.sums_over_data:
             self.learner.map_gradients(lambda flat: self._all_reduce(flat, "dp"))
         limit = math.inf if max_norm is None else max_norm
         return clip_grad_norm_(self.learner.parameters, limit, gradients=self.learner.gradients())
