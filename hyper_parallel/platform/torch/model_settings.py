@@ -55,7 +55,7 @@ def wrap_data_parallel(model: nn.Module, settings: ModelSettings) -> nn.Module:
 
 def _distributed(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     group = mesh.get_group().handle
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
     # a hook of one's own is not followed by a division by the number of ranks
     wrapped.register_comm_hook(group, _sum_bucket)
     return wrapped
@@ -67,6 +67,10 @@ def _sum_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     done = dist.all_reduce(wide, group=group, async_op=True).get_future()
     future: torch.futures.Future[Tensor] = done.then(lambda f: own if wide is own else own.copy_(wide))
     return future
+
+
+# DDP looks at the annotations, which are mere text in this module
+_sum_bucket.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: str) -> nn.Module:
