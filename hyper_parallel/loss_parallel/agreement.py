@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.core.device_mesh import DeviceMesh
+from hyper_parallel.core.exchange import gather_numbers, gather_texts
 from hyper_parallel.errors import LossParallelLayoutError, LossParallelUnsupportedError
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
@@ -28,7 +29,6 @@ _ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     RuntimeError,
 )
-_TEXT_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def agree(view: View, mesh: DeviceMesh, like: Tensor) -> Exception | None:
         if group.size == 1:
             continue
         values = view.values if dim in view.value_dims else 0
-        header = np.array([found is not None, zlib.crc32(view.shared.encode()), values], dtype=np.int64)
-        seen = _gather(header, group, like)
+        header = [found is not None, zlib.crc32(view.shared.encode()), values]
+        seen = gather_numbers(header, group, like)
         if not seen[:, 0].any() and (seen == seen[0]).all():
             continue
         message = f"-|{view.shared}" if found is None else found.encode()
-        found = _common_error(_gather_texts(message, group, like), seen, group)
+        found = _common_error(gather_texts(message, group, like), seen, group)
     if found is None:
         return None
     return found.error if found.everywhere else type(found.error)(f"rank {found.rank}: {found.error}")
@@ -115,16 +115,3 @@ def _difference(texts: Sequence[str], seen: np.ndarray, group: Group) -> str:
         f"the target differs between ranks that must hold the same one (checksums: {listed}); expected equal targets "
         "on the ranks that share the classes of a token"
     )
-
-
-def _gather(values: np.ndarray, group: Group, like: Tensor) -> np.ndarray:
-    platform = get_platform()
-    gathered: np.ndarray = platform.to_numpy(platform.all_gather(platform.from_numpy(values, like), group))
-    return gathered
-
-
-def _gather_texts(text: str, group: Group, like: Tensor) -> list[str]:
-    raw = text.encode()[:_TEXT_BYTES]
-    padded = np.frombuffer(raw.ljust(_TEXT_BYTES, b"\0"), dtype=np.int64)
-    rows = _gather(padded, group, like)
-    return [row.astype(np.int64).tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]

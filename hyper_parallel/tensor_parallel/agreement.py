@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import zlib
 
-import numpy as np
-
+from hyper_parallel.core.exchange import gather_numbers, gather_texts
 from hyper_parallel.errors import ParallelPlanError
-from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform import Group
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["raise_together"]
-
-_TEXT_BYTES = 4096
 
 
 def raise_together(error: Exception | None, view: str, group: Group, like: Tensor | None = None) -> None:
@@ -29,13 +26,10 @@ def raise_together(error: Exception | None, view: str, group: Group, like: Tenso
     Raises:
         ParallelPlanError: some other rank's error, or different views.
     """
-    header = np.array([error is not None, zlib.crc32(view.encode())], np.int64)
-    seen = _gather(header, group, like)
+    seen = gather_numbers([error is not None, zlib.crc32(view.encode())], group, like)
     if not seen[:, 0].any() and (seen == seen[0]).all():
         return
-    text = view if error is None else str(error)
-    raw = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.int64)
-    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in _gather(raw, group, like)]
+    texts = gather_texts(view if error is None else str(error), group, like)
     if error is not None:
         raise error
     for failed, rank, found in zip(seen[:, 0], group.ranks, texts):
@@ -53,9 +47,3 @@ def _first_difference(one: str, other: str) -> str:
         if a != b:
             return f"{a!r} and {b!r}"
     return f"{len(one)} and {len(other)} characters of description"
-
-
-def _gather(values: np.ndarray, group: Group, like: Tensor | None) -> np.ndarray:
-    platform = get_platform()
-    gathered: np.ndarray = platform.to_numpy(platform.all_gather(platform.from_numpy(values, like), group))
-    return gathered

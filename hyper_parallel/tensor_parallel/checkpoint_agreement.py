@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from hyper_parallel.core.exchange import gather_numbers, gather_texts
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform import Group
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["agree", "say_so_when_alone"]
 
-_TEXT_BYTES = 8192
 _WAIT_SECONDS = 10.0
 _NUMBERS = 2
 """Every call sends as many, so that calls that do not belong together still meet in the same collective."""
@@ -46,12 +46,11 @@ def agree(
     """
     text = "\n".join(view) if error is None else str(error) or type(error).__name__
     header = [error is not None, _digest(what), _digest(text), *numbers, *[0] * (_NUMBERS - len(numbers))]
-    seen = _gather(np.array(header, np.int64), group, like)
+    seen = gather_numbers(header, group, like)
     failed = seen[:, 0].astype(bool)
     if not failed.any() and (seen[:, :3] == seen[0, :3]).all():
         return seen[:, 3:]
-    raw = np.frombuffer(f"{what}\n{text}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.int64)
-    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in _gather(raw, group, like)]
+    texts = gather_texts(f"{what}\n{text}", group, like)
     raise CheckpointError(_message(failed.tolist(), texts, group)) from error
 
 
@@ -94,11 +93,3 @@ def _message(failed: list[bool], texts: list[str], group: Group) -> str:
 
 def _digest(text: str) -> int:
     return zlib.crc32(text.encode(errors="replace"))
-
-
-def _gather(values: np.ndarray, group: Group, like: Tensor) -> np.ndarray:
-    platform = get_platform()
-    if group.size == 1:
-        return values[None]
-    gathered: np.ndarray = platform.to_numpy(platform.all_gather(platform.from_numpy(values, like), group))
-    return gathered
