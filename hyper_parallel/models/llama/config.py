@@ -105,9 +105,7 @@ class LlamaConfig:
             content = dict(source)
         else:
             path = Path(source)
-            content = json.loads(
-                (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-            )
+            content = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
         for name, expected in _FIXED.items():
             if content.get(name, expected) != expected:
                 raise ValueError(f"config field {name!r} is {content[name]!r}; this Llama has {expected!r}")

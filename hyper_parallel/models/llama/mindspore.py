@@ -15,16 +15,9 @@ from mindspore.common.initializer import initializer
 
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.models.llama.rope import rope_tables
+from hyper_parallel.platform.mindspore.embedding import Embedding
 
 __all__ = ["LlamaForCausalLM", "LlamaModel"]
-
-
-class LlamaEmbedding(mint.nn.Embedding):
-    """Rows of a table, by an operator that the CPU backend has as well."""
-
-    def construct(self, input: Tensor) -> Tensor:
-        """Ids of any shape to ``[*ids.shape, hidden]``."""
-        return ops.gather(self.weight, input, 0)
 
 
 class LlamaRMSNorm(nn.Cell):
@@ -125,7 +118,7 @@ class LlamaModel(nn.Cell):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = LlamaEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.CellList([LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self._tables: dict[tuple[int, Any], RotaryTables] = {}

@@ -15,6 +15,7 @@ from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform.mindspore import _gradients, _host
 from hyper_parallel.platform.mindspore.custom_grad import linear_map
 from hyper_parallel.platform.mindspore.deferred import deferred_parameter, is_deferred, is_deferring, replace_value
+from hyper_parallel.platform.mindspore.embedding import Embedding
 from hyper_parallel.platform.mindspore.module_rules import RuledModule, add_rule, call_with, recomputes, rules_of
 from hyper_parallel.platform.mindspore.shared_linear import linear, shared_linear
 from hyper_parallel.platform.mindspore.weights import fill
@@ -86,7 +87,7 @@ class MindSporeModuleBackend(ModuleBackend):
                 weight="embedding_table",
                 refusal=late,
             )
-        if isinstance(module, mint.nn.Embedding) and construct is mint.nn.Embedding.construct:
+        if isinstance(module, mint.nn.Embedding) and construct in (mint.nn.Embedding.construct, Embedding.construct):
             padding = module.padding_idx
             return LayerFacts(
                 "embedding",
@@ -114,7 +115,7 @@ class MindSporeModuleBackend(ModuleBackend):
             return
         host = _host.to_bits(parameter)
         own = np.concatenate([host[index] for index in spec.slices(rank)], spec.dim)  # a copy, also of one part
-        parameter.set_data(_host.to_tensor(own, _host.bits_dtype(parameter)), slice_shape=True)
+        replace_value(parameter, _host.to_tensor(own, _host.bits_dtype(parameter)))
 
     def new_parameter(self, shape: Sequence[int], dtype: Any, device: Any) -> Parameter:
         own = str(mindspore.get_context("device_target"))
@@ -200,7 +201,7 @@ class MindSporeModuleBackend(ModuleBackend):
 def _zeroing(mask: Tensor) -> Callable[[Tensor], Tensor]:
     """Rows become zero where the mask says so."""
     rows = mask.expand_dims(-1)
-    return lambda x: ops.masked_fill(x, rows, 0.0)
+    return lambda x: ops.where(rows, ops.zeros_like(x), x)  # masked_fill rounds float64 to float32
 
 
 def _why_not_shared(module: nn.Cell) -> str | None:
