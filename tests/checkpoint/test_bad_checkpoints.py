@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.files import file_bytes, write_checkpoint, write_index
-from tests.checkpoint.test_load import load_own, own_tensors
+from tests.checkpoint.own_model import all_equal, own_tensors, parts, this_models, without_values
+from tests.checkpoint.test_load import load_own
 from tests.harness import run_distributed, this_rank
 
-pytestmark = [pytest.mark.platform("torch"), pytest.mark.contract("S4")]
+pytestmark = pytest.mark.contract("S4")
 
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 Tensors = dict[str, np.ndarray]
@@ -68,7 +69,6 @@ def key_twice(path: Path, tensors: Tensors) -> None:
     (path / "two.safetensors").write_bytes(file_bytes({NORM: tensors[NORM]}))
 
 
-
 CASES: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
     "missing key": (without(DOWN), f"does not fit the model:\n  in no file: {DOWN}"),
     "missing head": (without("lm_head.weight"), "in no file: lm_head.weight"),
@@ -90,25 +90,26 @@ CASES: dict[str, tuple[Callable[[Path, Tensors], None], str]] = {
 def load_and_look(path: str, meta: bool) -> None:
     """Raises what loading raises, after looking whether the model is what it was."""
     from hyper_parallel.tensor_parallel.hf_checkpoint import load_hf_checkpoint
-    from tests.checkpoint import torch_models as models
 
-    model = models.sharded("own", meta=meta)
-    before = {} if meta else models.parts(model)
+    model = this_models().sharded("own", meta=meta)
+    before = {} if meta else parts(model)
     try:
         load_hf_checkpoint(model, path)
     finally:
         if meta:
-            assert all(p.is_meta for p in model.parameters())
+            assert without_values(model)
         else:
-            assert models.all_equal(models.parts(model), before)
+            assert all_equal(parts(model), before)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_error_on_all_ranks(case: str, tmp_path: Path) -> None:
+def test_one_error_on_all_ranks(case: str, platform: str, tmp_path: Path) -> None:
     make, text = CASES[case]
     make(tmp_path / "model", own_tensors())
     for meta in (True, False):
-        errors = run_distributed(load_and_look, str(tmp_path / "model"), meta, world_size=2, expect_error=True)
+        errors = run_distributed(
+            load_and_look, str(tmp_path / "model"), meta, platform=platform, world_size=2, expect_error=True
+        )
         assert [e.type for e in errors] == ["CheckpointError"] * 2
         assert len(set(errors)) == 1 and text in errors[0].message and str(tmp_path) in errors[0].message
 
@@ -126,13 +127,13 @@ def load_as_nobody(path: str, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_directory_without_permission(ranks: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_directory_without_permission(ranks: tuple[int, ...], platform: str, tmp_path: Path) -> None:
     if os.geteuid() != 0 and ranks != (0, 1):
         pytest.skip("only the superuser can take the permission from one rank alone")
     path = write_checkpoint(tmp_path / "model", own_tensors())
     path.chmod(0)
     try:
-        errors = run_distributed(load_as_nobody, str(path), ranks, world_size=2, expect_error=True)
+        errors = run_distributed(load_as_nobody, str(path), ranks, platform=platform, world_size=2, expect_error=True)
     finally:
         path.chmod(0o700)
     assert len(set(errors)) == 1 and "Permission denied" in errors[0].message
@@ -143,15 +144,17 @@ def load_different(first: str, second: str) -> None:
     load_and_look(second if this_rank() else first, True)
 
 
-def test_ranks_that_see_different_files(tmp_path: Path) -> None:
+def test_ranks_that_see_different_files(platform: str, tmp_path: Path) -> None:
     """As on nodes whose local disks hold different versions."""
     write_checkpoint(tmp_path / "one", own_tensors())
     write_checkpoint(tmp_path / "two", own_tensors(), files=2)
     errors = run_distributed(
-        load_different, str(tmp_path / "one"), str(tmp_path / "two"), world_size=2, expect_error=True
+        load_different, str(tmp_path / "one"), str(tmp_path / "two"), platform=platform, world_size=2, expect_error=True
     )
     assert len(set(errors)) == 1 and "ranks see different things: rank 0 'checkpoint" in errors[0].message
-    errors = run_distributed(load_different, str(tmp_path / "one"), "/nowhere", world_size=2, expect_error=True)
+    errors = run_distributed(
+        load_different, str(tmp_path / "one"), "/nowhere", platform=platform, world_size=2, expect_error=True
+    )
     assert len(set(errors)) == 1 and errors[0].message.startswith("rank 1: cannot read the checkpoint directory /no")
 
 
@@ -172,16 +175,18 @@ def load_while_files_shrink(path: str) -> None:
         load_own(path)
 
 
-def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read(platform: str, tmp_path: Path) -> None:
     """One rank notices, all ranks raise."""
     path = write_checkpoint(tmp_path, own_tensors())
-    errors = run_distributed(load_while_files_shrink, str(path), world_size=2, expect_error=True)
+    errors = run_distributed(load_while_files_shrink, str(path), platform=platform, world_size=2, expect_error=True)
     assert len(set(errors)) == 1 and "has changed since its header was read" in errors[0].message
 
 
-def test_options_that_are_no_patterns(tmp_path: Path) -> None:
+def test_options_that_are_no_patterns(platform: str, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, own_tensors())
-    errors = run_distributed(load_own, str(path), keep="lm_head.*", world_size=2, expect_error=True)
+    errors = run_distributed(load_own, str(path), keep="lm_head.*", platform=platform, world_size=2, expect_error=True)
     assert len(set(errors)) == 1 and "expected a sequence of patterns" in errors[0].message
-    errors = run_distributed(load_own, str(path), keep=["lm_head.*"], world_size=2, expect_error=True)
+    errors = run_distributed(
+        load_own, str(path), keep=["lm_head.*"], platform=platform, world_size=2, expect_error=True
+    )
     assert "left without values: lm_head.weight (to be kept, but" in errors[0].message

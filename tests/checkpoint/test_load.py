@@ -9,46 +9,31 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.files import file_bytes, from_bfloat16, to_bfloat16, write_checkpoint
+from tests.checkpoint.own_model import own_tensors, parts, this_models
 from tests.harness import run_distributed, this_rank, this_world_size
-
-TORCH = pytest.mark.platform("torch")
-
-
-def own_tensors(tied: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights for the library's own small Llama, under Hugging Face's names."""
-    generator = np.random.default_rng(seed)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (251, 32), "model.norm.weight": (32,)}
-    for i in range(2):
-        rows = {"q": 32, "k": 16, "v": 16, "o": 32}
-        shapes |= {f"model.layers.{i}.self_attn.{n}_proj.weight": (size, 32) for n, size in rows.items()}
-        shapes |= {f"model.layers.{i}.mlp.{n}_proj.weight": (48, 32) for n in ("gate", "up")}
-        shapes[f"model.layers.{i}.mlp.down_proj.weight"] = (32, 48)
-        shapes |= {f"model.layers.{i}.{n}_layernorm.weight": (32,) for n in ("input", "post_attention")}
-    if not tied:
-        shapes["lm_head.weight"] = (251, 32)
-    return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def load_own(path: str, kind: str = "own", dtype: str = "float32", meta: bool = True, **options: Any) -> dict[str, Any]:
     """Load into the library's own Llama; what this rank holds, where it lies in the whole, the report."""
     from hyper_parallel.tensor_parallel.hf_checkpoint import load_hf_checkpoint
-    from tests.checkpoint import torch_models as models
 
+    models = this_models()
     model = models.sharded(kind, dtype, meta)
-    before = models.parts(model) if not meta else {}
+    before = parts(model) if not meta else {}
     report = load_hf_checkpoint(model, path, **options)
-    specs = {n: getattr(p, "_shard_spec", None) for n, p in model.named_parameters()}
+    parameters = models.named_parameters(model)
+    specs = {n: getattr(p, "_shard_spec", None) for n, p in parameters.items()}
     cuts = {n: (s.dim, s.ranges[this_rank()]) for n, s in specs.items() if s is not None and s.dim is not None}
     return {
-        "parts": models.parts(model),
+        "parts": parts(model),
         "before": before,
         "cuts": cuts,
         "text": str(report),
         "report": report.report,
         "bytes": report.bytes_read,
         "file bytes": report.file_bytes,
-        "dtypes": {str(p.dtype) for p in model.parameters()},
-        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "dtypes": {models.dtype_name(p) for p in parameters.values()},
+        "tied": models.head(model) is models.embedding(model),
     }
 
 
@@ -64,13 +49,12 @@ def check_parts(found: list[dict[str, Any]], whole: dict[str, np.ndarray]) -> No
             np.testing.assert_array_equal(part, expected, err_msg=name)
 
 
-@TORCH
 @pytest.mark.contract("S4")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_rank_reads_its_own_bytes(world_size: int, tmp_path: Path) -> None:
+def test_every_rank_reads_its_own_bytes(world_size: int, platform: str, tmp_path: Path) -> None:
     tensors = own_tensors()
     write_checkpoint(tmp_path, tensors, files=3)
-    found = run_distributed(load_own, str(tmp_path), world_size=world_size)
+    found = run_distributed(load_own, str(tmp_path), platform=platform, world_size=world_size)
     check_parts(found, tensors)
     total = sum(a.nbytes for a in tensors.values())
     expected = tuple(sum(p.nbytes for p in result["parts"].values()) for result in found)
@@ -81,14 +65,13 @@ def test_every_rank_reads_its_own_bytes(world_size: int, tmp_path: Path) -> None
     assert head == {1: [251], 2: [126, 125], 4: [63, 63, 63, 62]}[world_size]
 
 
-@TORCH
 @pytest.mark.contract("S4")
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float32"),
      ("float64", "float32")],
 )  # fmt: skip
-def test_one_cast(stored: str, wanted: str, tmp_path: Path) -> None:
+def test_one_cast(stored: str, wanted: str, platform: str, tmp_path: Path) -> None:
     values = own_tensors()
     if stored == "bfloat16":
         written = {name: to_bfloat16(a) for name, a in values.items()}
@@ -99,64 +82,69 @@ def test_one_cast(stored: str, wanted: str, tmp_path: Path) -> None:
     if wanted == "bfloat16":
         values = {name: from_bfloat16(to_bfloat16(a)) for name, a in values.items()}
     write_checkpoint(tmp_path, written)
-    found = run_distributed(load_own, str(tmp_path), dtype=wanted, world_size=2)
+    found = run_distributed(load_own, str(tmp_path), dtype=wanted, platform=platform, world_size=2)
     check_parts(found, values)
-    assert found[0]["dtypes"] == {f"torch.{wanted}"}
+    assert found[0]["dtypes"] == {wanted}
 
 
-@TORCH
 @pytest.mark.contract("S4")
-def test_tied_weights(tmp_path: Path) -> None:
+def test_tied_weights(platform: str, tmp_path: Path) -> None:
     """The head that is not in the file is the embedding; a copy in the file must be the same."""
     tensors = own_tensors(tied=True)
     embedding = tensors["model.embed_tokens.weight"]
     write_checkpoint(tmp_path / "without", tensors)
-    found = run_distributed(load_own, str(tmp_path / "without"), "own tied", world_size=2)
+    found = run_distributed(load_own, str(tmp_path / "without"), "own tied", platform=platform, world_size=2)
     check_parts(found, tensors)
     assert found[0]["tied"] and not found[0]["report"].notes
 
     renamed = {"lm_head.weight" if "embed" in name else name: a for name, a in tensors.items()}
     write_checkpoint(tmp_path / "other name", renamed)
-    check_parts(run_distributed(load_own, str(tmp_path / "other name"), "own tied", world_size=2), tensors)
+    check_parts(
+        run_distributed(load_own, str(tmp_path / "other name"), "own tied", platform=platform, world_size=2), tensors
+    )
 
     write_checkpoint(tmp_path / "twice", {**tensors, "lm_head.weight": embedding})
-    found = run_distributed(load_own, str(tmp_path / "twice"), "own tied", world_size=2)
+    found = run_distributed(load_own, str(tmp_path / "twice"), "own tied", platform=platform, world_size=2)
     check_parts(found, tensors)
     assert "lm_head.weight" in found[0]["report"].duplicated[0]
 
     changed = embedding.copy()
     changed[-1, -1] += 1  # on the last rank only
     write_checkpoint(tmp_path / "differs", {**tensors, "lm_head.weight": changed})
-    errors = run_distributed(load_own, str(tmp_path / "differs"), "own tied", world_size=2, expect_error=True)
+    errors = run_distributed(
+        load_own, str(tmp_path / "differs"), "own tied", platform=platform, world_size=2, expect_error=True
+    )
     assert len(set(errors)) == 1 and "rank 1: " in errors[0].message
     assert "one parameter here, different values in the files: lm_head.weight" in errors[0].message
-    found = run_distributed(load_own, str(tmp_path / "differs"), "own tied", skip=["lm_head.*"], world_size=2)
+    found = run_distributed(
+        load_own, str(tmp_path / "differs"), "own tied", skip=["lm_head.*"], platform=platform, world_size=2
+    )
     check_parts(found, tensors)
     assert found[0]["report"].ignored == ("lm_head.weight",)
 
 
-@TORCH
 @pytest.mark.contract("S4")
-def test_stale_files_are_reported_and_not_read(tmp_path: Path) -> None:
+def test_stale_files_are_reported_and_not_read(platform: str, tmp_path: Path) -> None:
     tensors = own_tensors()
     write_checkpoint(tmp_path, tensors, files=2)
     stale = {name: a + 1 for name, a in tensors.items()}
     (tmp_path / "model.safetensors").write_bytes(file_bytes(stale))
-    found = run_distributed(load_own, str(tmp_path), world_size=2)
+    found = run_distributed(load_own, str(tmp_path), platform=platform, world_size=2)
     check_parts(found, tensors)
     assert found[0]["report"].stale == ("model.safetensors",)
     assert "not read): model.safetensors" in found[0]["text"]
 
 
-@TORCH
 @pytest.mark.contract("S4")
-def test_prefixes_and_old_keys(tmp_path: Path) -> None:
+def test_prefixes_and_old_keys(platform: str, tmp_path: Path) -> None:
     """Keys of rotary buffers in old files are left out; memory that is there is overwritten, not what is kept."""
     tensors = own_tensors()
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     missing = "model.norm.weight"
     write_checkpoint(tmp_path, {**{n: a for n, a in tensors.items() if n != missing}, **old})
-    found = run_distributed(load_own, str(tmp_path), meta=False, keep=["*.norm.weight"], world_size=2)
+    found = run_distributed(
+        load_own, str(tmp_path), meta=False, keep=["*.norm.weight"], platform=platform, world_size=2
+    )
     for result in found:
         assert result["report"].kept == (missing,) and result["report"].ignored == tuple(old)
         np.testing.assert_array_equal(result["parts"][missing], result["before"][missing])
@@ -186,8 +174,7 @@ def load_as_loaders_do(path: str) -> bool:
     return all(results)
 
 
-@TORCH
 @pytest.mark.contract("S1", "S2")
-def test_shard_loaders_read_from_our_files(tmp_path: Path) -> None:
+def test_shard_loaders_read_from_our_files(platform: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"w": np.arange(12 * 5, dtype=np.float32).reshape(12, 5)})
-    assert run_distributed(load_as_loaders_do, str(tmp_path), world_size=2) == [True, True]
+    assert run_distributed(load_as_loaders_do, str(tmp_path), platform=platform, world_size=2) == [True, True]

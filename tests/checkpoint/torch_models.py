@@ -7,27 +7,27 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hyper_parallel import ParallelismConfig
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.models.llama.torch import LlamaForCausalLM
 from hyper_parallel.tensor_parallel.plan import parallelize_module
+from tests.checkpoint.own_model import own_config
 from tests.tensor_parallel.torch_workers import tp_mesh
 
-OWN = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 
-def own_config(**changes: Any) -> LlamaConfig:
-    return LlamaConfig(**{**OWN, "vocab_size": 251, "num_key_value_heads": 2, **changes})
+def without_memory() -> torch.device:
+    """A context: parameters created inside have no memory."""
+    return torch.device("meta")
 
 
 def build(kind: str) -> Any:
     """An untrained whole model, where the default device says."""
-    if kind == "own":
-        return LlamaForCausalLM(own_config())
-    if kind == "own tied":
-        return LlamaForCausalLM(own_config(tie_word_embeddings=True))
+    if kind.startswith("own"):
+        return LlamaForCausalLM(own_config(kind))
     import transformers
 
     if kind == "gpt2":
@@ -51,11 +51,18 @@ def whole(kind: str, seed: int = 0, dtype: str = "float32") -> Any:
     return model
 
 
-def sharded(kind: str, dtype: str = "float32", meta: bool = True) -> Any:
+def sharded(kind: str, dtype: str = "float32", meta: bool = True, mesh: Any = None) -> Any:
     """Without memory (or with any values), parallelised over all ranks; gives whole logits."""
     with torch.device("meta" if meta else "cpu"):
         model = build(kind).to(getattr(torch, dtype)).eval()
-    return parallelize_module(model, tp_mesh(), config=ParallelismConfig(disable_loss_parallel=True))
+    return parallelize_module(model, mesh or tp_mesh(), config=ParallelismConfig(disable_loss_parallel=True))
+
+
+def large(config: LlamaConfig) -> Any:
+    """Without memory, shared between all ranks."""
+    with without_memory():
+        model = LlamaForCausalLM(config)
+    return parallelize_module(model, tp_mesh())
 
 
 def logits(model: Any) -> np.ndarray:
@@ -65,9 +72,47 @@ def logits(model: Any) -> np.ndarray:
     return np.asarray(getattr(out, "logits", out).float())
 
 
+def named_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """By their dotted names in the model; a tied one once."""
+    return dict(model.named_parameters())
+
+
+def has_memory(parameter: nn.Parameter) -> bool:
+    return not parameter.is_meta
+
+
+def num_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def values(parameter: Any) -> np.ndarray:
+    """bfloat16 as float32."""
+    return np.array(parameter.detach().float())
+
+
+def dtype_name(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def transpose_memory(model: Any) -> None:
+    """The same values in another order in memory."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+            assert not parameter.is_contiguous()
+
+
+def head(model: Any) -> nn.Parameter:
+    return model.lm_head.weight
+
+
+def embedding(model: Any) -> nn.Parameter:
+    return model.get_parameter(next(iter(named_parameters(model))))
+
+
 def parts(model: Any) -> dict[str, np.ndarray]:
     """What this rank holds (bfloat16 as float32)."""
-    return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
+    return {name: values(p) for name, p in model.named_parameters()}
 
 
 def expected_parts(reference: Any, model: Any) -> dict[str, np.ndarray]:
