@@ -46,6 +46,11 @@ def _check_backend(options: TrainOptions) -> None:
 
 def _check_parallelism(options: TrainOptions) -> None:
     training, parallelism = options.training, options.parallelism
+    if parallelism.data_parallel == "fsdp" and options.checkpoint.enable:
+        raise ValueError(
+            "checkpoints of parameters that FSDP2 has sharded are not there; use data_parallel 'ddp' or 'replicate', "
+            "or leave checkpoint.enable out"
+        )
     if parallelism.enable_sequence_parallel:
         if not parallelism.tp_enabled:
             raise ValueError(

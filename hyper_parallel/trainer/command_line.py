@@ -15,7 +15,7 @@ from hyper_parallel.trainer.options import TrainOptions
 
 __all__ = ["UsageError", "parse_options", "parse_train_options", "read_options_file"]
 
-Options = TypeVar("Options", bound=TrainOptions)
+Options = TypeVar("Options")
 
 
 class UsageError(ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
@@ -14,6 +15,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.training import ModelSettings, TrainingTools
 from hyper_parallel.tensor_parallel.auto_plan import last_layer
+from hyper_parallel.tensor_parallel.hf_load import load_hf_checkpoint
 from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Normal
 from hyper_parallel.tensor_parallel.materialize import materialize
 from hyper_parallel.tensor_parallel.plan import parallelize_module
@@ -52,8 +54,9 @@ def build_model(
     tools: TrainingTools,
     source: ModelSource | None = None,
     plan: Plan | None = None,
+    weights: Path | None = None,
 ) -> BuiltModel:
-    """Build without memory, share, materialise: no rank ever holds more than its part. Collective over the job.
+    """Build without memory, share, materialise or load: no rank ever holds more than its part. Collective over the job.
 
     The initial weights depend on the seed alone, not on the number of ranks.
 
@@ -63,6 +66,7 @@ def build_model(
         tools: the backend's.
         source: builds another model, whose own code says how it is initialised.
         plan: what the ranks of a tp group share of it, in the place of ``options.plan``.
+        weights: a Hugging Face folder to load; None: first values are drawn.
     """
     config = options.parallelism
     model = tools.build(source or (lambda: build_llama(options.model)))
@@ -72,6 +76,9 @@ def build_model(
         parallelize_module(
             model, mesh["tp"], plan or whole, config=config, sequence_parallel=config.enable_sequence_parallel
         )
+    if weights is not None:
+        load_hf_checkpoint(model, weights, device=options.device)
+        return BuiltModel(model, parameters, _count(model))
     llama: dict[str, Initializer] = {"*": Normal(options.model.initializer_range), "*norm.weight": Constant(1.0)}
     materialize(model, seed=options.seed, initial=llama if source is None else None, device=options.device)
     return BuiltModel(model, parameters, _count(model))

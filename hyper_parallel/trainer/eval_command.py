@@ -1,0 +1,147 @@
+"""``hyper-parallel eval``: the loss of a model on text, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.trainer.checkpoint_folder import Place
+from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
+from hyper_parallel.trainer.checkpoint_state import STATE_FILE, TrainState
+from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER
+from hyper_parallel.trainer.command_line import UsageError, parse_options
+from hyper_parallel.trainer.data_open import open_text
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.eval_options import EvalOptions
+from hyper_parallel.trainer.launch_environment import is_worker
+from hyper_parallel.trainer.launcher import run_job
+from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.train_command import run_reporting
+from hyper_parallel.trainer.validation import Validation
+from hyper_parallel.trainer.worker import run_guarded
+
+__all__ = ["EVAL_FILE", "evaluate", "run"]
+
+EVAL_FILE = "eval.json"
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where weights are, and the job that goes with them."""
+
+    folder: Path
+    options: TrainOptions
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    return run_reporting("eval", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    options = parse_options(EvalOptions, "eval", arguments)
+    source = _find(options)
+    if is_worker(os.environ):
+        return run_guarded(lambda: _work(options, source))
+    degrees = options.parallelism
+    needed = degrees.data_parallel_degree * degrees.tensor_parallel_degree
+    if needed != options.nproc:
+        raise UsageError(
+            f"data_parallel_degree ({degrees.data_parallel_degree}) * tensor_parallel_degree "
+            f"({degrees.tensor_parallel_degree}) = {needed} must equal nproc ({options.nproc})"
+        )
+    try:
+        open_text(source.options)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    command = [sys.executable, "-m", "hyper_parallel", "eval", *arguments]
+    run_job(command, nproc=options.nproc, backend=options.backend, log_folder=options.output / "logs")
+    return 0
+
+
+def _find(options: EvalOptions) -> _Source:
+    """The folder of the weights, with the sizes that its config says and the tokenizer that belongs to it."""
+    path, text = options.weights, options.text
+    if path is None:
+        raise UsageError("eval needs --weights: a Hugging Face folder, a checkpoint of training, or the folder of a run")
+    try:
+        if (path / _CONFIG).is_file():
+            folder = path
+            if text.tokenizer is None and (path / "tokenizer.json").is_file():
+                text = replace(text, tokenizer=path)
+        else:
+            checkpoint = Place(path, CheckpointOptions().folder).locate()
+            folder = checkpoint / MODEL_FOLDER
+            if text == TextOptions() and (checkpoint / STATE_FILE).is_file():
+                text = _text_of(TrainState.read(checkpoint), text)
+        return _Source(folder, options.as_training(LlamaConfig.from_hf(folder), text))
+    except (OSError, CheckpointError, ValueError) as error:
+        raise UsageError(f"cannot evaluate {path}: {error}") from None
+
+
+def _text_of(state: TrainState, default: TextOptions) -> TextOptions:
+    """How the text was read in training, as far as it matters here."""
+    before = dict(state.options.get("text") or {})
+    kept = {name: before.get(name) for name in ("bos_token", "eos_token", "document_masks") if name in before}
+    tokenizer = before.get("tokenizer")
+    return replace(default, tokenizer=None if tokenizer is None else Path(tokenizer), **kept)
+
+
+def _work(options: EvalOptions, source: _Source) -> int:
+    """What a rank does."""
+    from hyper_parallel.platform import get_platform  # loads the framework, which the starting process does not need
+
+    get_platform(options.backend)
+    from hyper_parallel.platform.training import load_training_tools
+
+    found = evaluate(source.options, source.folder, options.batches)
+    if get_platform().rank() == 0:
+        row = {
+            "loss": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_token": found.loss / math.log(2),
+            "tokens": found.tokens,
+            "weights": str(options.weights),
+        }
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / EVAL_FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        print(
+            f"{source.folder}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
+            f"{row['bits_per_token']:.3f} bits a token, {found.tokens:,} tokens\n"
+            f"written: {options.output / EVAL_FILE}",
+            flush=True,
+        )
+    load_training_tools().close()
+    return 0
+
+
+def evaluate(options: TrainOptions, weights: Path, batches: int = 0) -> Validation:
+    """The loss of the weights in a Hugging Face folder on the text of ``options``; collective over the job.
+
+    Raises:
+        CheckpointError: the weights do not fit ``options.model``, or cannot be read; the same on all ranks.
+    """
+    from hyper_parallel.core.device_mesh import init_device_mesh
+    from hyper_parallel.loss_parallel import get_train_context
+    from hyper_parallel.platform.training import load_training_tools
+    from hyper_parallel.trainer.setup import build_model, make_loss
+    from hyper_parallel.trainer.validator import Validator
+
+    config = options.parallelism
+    shape = (config.data_parallel_degree, config.tensor_parallel_degree)
+    mesh = init_device_mesh(options.device, shape, mesh_dim_names=("dp", "tp"))
+    tools = load_training_tools()
+    tools.seed(options.seed, options.device)
+    model = build_model(options, mesh, tools, weights=weights).model
+    context = get_train_context(config.loss_parallel_enabled, config)
+    loss = make_loss(options, model, context)
+    return Validator(model, loss, context, open_text(options), mesh, max_batches=batches).run()

@@ -1,0 +1,88 @@
+"""What can be set of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hyper_parallel.config import ParallelismConfig
+from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
+
+__all__ = ["EvalOptions"]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Find the loss of a model on text."""
+
+    weights: Path | None = None
+    """A Hugging Face folder of a Llama (config.json, safetensors); or a checkpoint of training, or the folder of a
+    run, whose last checkpoint is taken."""
+
+    data: Path | None = None
+    """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
+
+    output: Path = Path("outputs/eval")
+    """Where ``eval.json`` and logs are written."""
+
+    nproc: int = 1
+    """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
+
+    backend: Literal["torch", "mindspore"] = "torch"
+    """The framework."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the tensors live."""
+
+    batch_size: int = 8
+    """Windows of text at a time, over all data-parallel ranks."""
+
+    sequence_length: int = 128
+    """Tokens of a window. What is left at the end of the text is not looked at."""
+
+    batches: int = 0
+    """How many batches to look at; 0: all of the text."""
+
+    loss: Literal["cross_entropy", "chunked", "linear"] = "cross_entropy"
+    """As in training."""
+
+    plan: Literal["auto", "last_layer"] = "auto"
+    """What tensor-parallel ranks share: all layers, or the last one alone."""
+
+    text: TextOptions = field(default_factory=TextOptions)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1 or self.batches < 0:
+            raise ValueError(f"nproc must be at least 1 and batches at least 0, found {self.nproc} and {self.batches}")
+        if self.batch_size % self.parallelism.data_parallel_degree:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of data_parallel_degree "
+                f"({self.parallelism.data_parallel_degree})"
+            )
+        if self.parallelism.data_parallel != "replicate":
+            raise ValueError(
+                f"evaluation has no gradients to sum; expected data_parallel 'replicate', "
+                f"found {self.parallelism.data_parallel!r}"
+            )
+        self.as_training(LlamaConfig(), self.text)
+
+    def as_training(self, model: LlamaConfig, text: TextOptions) -> TrainOptions:
+        """The options of a job with this model and text."""
+        return TrainOptions(
+            data=self.data,
+            output=self.output,
+            nproc=self.nproc,
+            backend=self.backend,  # type: ignore[arg-type]
+            device=self.device,
+            text=text,
+            model=model,
+            training=TrainingOptions(
+                batch_size=self.batch_size, sequence_length=self.sequence_length, loss=self.loss
+            ),
+            plan=self.plan,
+            parallelism=self.parallelism,
+        )

@@ -1,0 +1,135 @@
+"""Validation during training and ``hyper-parallel eval``: the loss of the whole text, whoever holds which part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hyper_parallel import cli
+from hyper_parallel.core.device_mesh import init_device_mesh
+from hyper_parallel.trainer.command_line import parse_train_options
+from hyper_parallel.trainer.trainer import Trainer
+from hyper_parallel.trainer.validation_text import open_texts
+from tests.harness import run_distributed
+from tests.trainer.small_jobs import ROOT, TINY, train, write_text
+
+pytestmark = pytest.mark.platform("torch")
+
+VALIDATION = ("--validation.freq", "2", "--validation.held-out", "0.1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("job"))
+
+
+def arguments_of(text: Path) -> list[str]:
+    return ["--data", str(text), "--output", str(text.parent / "out"), *TINY, *VALIDATION]
+
+
+def loss_token_by_token(arguments: list[str]) -> tuple[float, int]:
+    """In a worker: the loss of an untrained model on the held-out text, window by window, in float64 NumPy."""
+    options = parse_train_options([*arguments, "--parallelism.tensor-parallel-degree", "1"])
+    text, held_out = open_texts(options)
+    assert held_out is not None
+    trainer = Trainer(options, init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), text)
+    total, count = 0.0, 0
+    for window in range(held_out.windows):
+        batch = held_out.windows_at(np.array([window]))
+        logits = trainer.model(trainer.tools.to_device(batch.tokens, "cpu")).detach().double().numpy()[0]
+        for row, label in zip(logits, batch.labels[0], strict=True):
+            if label >= 0:
+                total += np.log(np.exp(row - row.max()).sum()) + row.max() - row[label]
+                count += 1
+    return total / count, count
+
+
+def first_validation(arguments: list[str]) -> tuple[float, int]:
+    """In a worker: what the Validator says of the same model."""
+    options = parse_train_options(arguments)
+    degrees = options.parallelism
+    shape = (degrees.data_parallel_degree, degrees.tensor_parallel_degree)
+    text, held_out = open_texts(options)
+    trainer = Trainer(options, init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")), text, held_out=held_out)
+    assert trainer.validator is not None and trainer.validator.validation_context is trainer.train_context
+    found = trainer.validator.run()
+    assert trainer.model.training
+    return found.loss, found.tokens
+
+
+@pytest.mark.contract("C4")
+@pytest.mark.parametrize(
+    ("dp", "tp", "more"),
+    [
+        (1, 1, []),
+        (1, 2, []),
+        (2, 2, ["--training.loss", "chunked"]),
+        (2, 1, ["--parallelism.data-parallel", "fsdp"]),
+        (2, 1, ["--parallelism.data-parallel", "ddp"]),
+    ],
+)
+def test_each_token_counts_once(dp: int, tp: int, more: list[str], text: Path) -> None:
+    arguments = [*arguments_of(text), "--parallelism.data-parallel-degree", str(dp)]
+    arguments += ["--parallelism.tensor-parallel-degree", str(tp), *more]
+    alone = run_distributed(loss_token_by_token, arguments_of(text), platform="torch", world_size=1, timeout=60)[0]
+    for loss, tokens in run_distributed(first_validation, arguments, platform="torch", world_size=dp * tp, timeout=60):
+        assert tokens == alone[1]
+        assert loss == pytest.approx(alone[0], rel=1e-6)
+
+
+def test_validation_is_recorded_and_leaves_training_as_it_is(text: Path) -> None:
+    with_it = train(text, 1, 2, *VALIDATION)
+    without = train(text, 1, 2, "--validation.freq", "3", "--validation.held-out", "0.1", "--validation.steps", "1")
+    assert list(with_it["validation_loss"]) == [2, 4] and list(without["validation_loss"]) == [3, 4]
+    assert with_it["loss"] == without["loss"]
+    assert with_it["validation_loss"][4] < with_it["validation_loss"][2]
+    assert without["validation_tokens"][4] < with_it["validation_tokens"][4]
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HYPER_PARALLEL_PLATFORM")
+    env = {k: v for k, v in os.environ.items() if k not in foreign} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hyper_parallel", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path) -> None:
+    more = ["--checkpoint.enable", "--validation.data", str(text), "--validation.freq", "4", "--output", str(tmp_path)]
+    trained = train(text, 1, 2, *more)
+    results = {}
+    for name, degrees in {
+        "tp 1": [],
+        "tp 2": ["--nproc", "2", "--parallelism.tensor-parallel-degree", "2"],
+    }.items():
+        output = tmp_path / name
+        options = ["--weights", str(tmp_path), "--data", str(text), "--output", str(output)]
+        options += ["--batch-size", "4", "--sequence-length", "32", *degrees]
+        done = run_cli("eval", *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results[name] = json.loads((output / "eval.json").read_text())
+        assert f"loss {results[name]['loss']:.4f}, perplexity" in done.stdout
+    for result in results.values():
+        assert result["loss"] == pytest.approx(trained["validation_loss"][4], rel=1e-5)
+        assert result["tokens"] == trained["validation_tokens"][4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "eval needs --weights"),
+        (["--weights", "/nowhere/at/all"], "cannot evaluate /nowhere/at/all: no checkpoint"),
+    ],
+)
+def test_wrong_usage_of_eval(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["eval", *arguments]) == 2
+    assert message in capsys.readouterr().err
