@@ -18,14 +18,17 @@ from types import FrameType
 from hyper_parallel.trainer.launch_environment import ProcessPlan, plan_processes, without_launcher
 from hyper_parallel.trainer.worker import ERROR_FILE, LIFELINE, ErrorNote
 
-__all__ = ["JobFailed", "JobInterrupted", "run_job"]
+__all__ = ["INTERRUPTED", "STOP_SECONDS", "JobFailed", "JobInterrupted", "run_job"]
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 0.5
 """After the first failure, time in which the rank that caused it may still show."""
 
-_STOP_SECONDS = 10.0
-"""Time that workers get to stop by themselves after Ctrl-C."""
+STOP_SECONDS = 10.0
+"""Time that workers get to stop by themselves after Ctrl-C, when they have nothing to write."""
+
+INTERRUPTED = 130
+"""Exit status of a rank that stopped early because it was told to."""
 
 _LOG_TAIL = 20
 
@@ -58,44 +61,52 @@ class _Worker:
         return self.process.poll()
 
 
-def run_job(command: Sequence[str], *, nproc: int, backend: str, log_folder: Path) -> None:
+def run_job(
+    command: Sequence[str], *, nproc: int, backend: str, log_folder: Path, stop_seconds: float = STOP_SECONDS
+) -> None:
     """Run ``command`` in ``nproc`` local processes, each with its rank's environment, until all have ended.
 
     Rank 0 writes to this process's terminal; the others to ``log_folder/rankN.log``. Workers die with this
     process, however it ends.
 
     Raises:
-        JobFailed: a worker ended with another status than 0; all others are gone by then.
+        JobFailed: a worker ended with another status than 0, or had an error when it was told to stop; all others
+            are gone by then.
         JobInterrupted: SIGINT or SIGTERM; workers were told to stop, and killed if they did not within
-            seconds.
+            ``stop_seconds``, or at a second signal.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     workers: list[_Worker] = []
+    helpers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as notes, _signals_interrupt():
         lifeline, kept = os.pipe()
         try:
             with _free_port() as port:
                 for plan in plan_processes(backend, nproc, port):
-                    workers.append(_start(command, plan, Path(notes), log_folder, lifeline))
-                _watch(workers)
+                    started = _start(command, plan, Path(notes), log_folder, lifeline)
+                    (helpers if plan.rank is None else workers).append(started)
+                _watch(workers, helpers)
         except JobInterrupted as stop:
-            _stop_gently(workers)
+            _stop_gently(workers, stop_seconds)
+            if failed := _failed_while_stopping(workers):
+                raise _explain(failed) from None
             raise stop from None
         finally:
-            _kill(workers)
+            _kill([*workers, *helpers])
             os.close(lifeline)
             os.close(kept)
 
 
 def _start(command: Sequence[str], plan: ProcessPlan, notes: Path, log_folder: Path, lifeline: int) -> _Worker:
-    note = notes / f"rank{plan.rank}.json"
+    file_name = "scheduler" if plan.rank is None else f"rank{plan.rank}"
+    note = notes / f"{file_name}.json"
     environment: Mapping[str, str] = {
         **without_launcher(dict(os.environ)),
         **plan.environment,
         ERROR_FILE: str(note),
         LIFELINE: str(lifeline),
     }
-    log = None if plan.rank == 0 else log_folder / f"rank{plan.rank}.log"
+    log = None if plan.rank == 0 else log_folder / f"{file_name}.log"
     with contextlib.ExitStack() as stack:
         output = None if log is None else stack.enter_context(open(log, "wb"))
         process = subprocess.Popen(
@@ -110,15 +121,15 @@ def _start(command: Sequence[str], plan: ProcessPlan, notes: Path, log_folder: P
     return _Worker(plan, process, note, log)
 
 
-def _watch(workers: Sequence[_Worker]) -> None:
-    """Return when all have ended well; raise when one has not."""
+def _watch(workers: Sequence[_Worker], helpers: Sequence[_Worker]) -> None:
+    """Return when all ranks have ended well; raise when one has not, or when what serves them has failed."""
     while True:
         statuses = [w.status() for w in workers]
-        if any(statuses):
+        if any(statuses) or any(h.status() for h in helpers):
             deadline = time.monotonic() + _SETTLE_SECONDS
             while time.monotonic() < deadline and any(w.status() is None for w in workers):
                 time.sleep(_POLL_SECONDS)
-            raise _explain(workers)
+            raise _explain(workers if any(w.status() for w in workers) else helpers)
         if None not in statuses:
             return
         time.sleep(_POLL_SECONDS)
@@ -173,15 +184,24 @@ def _tail(log: Path | None) -> str:
     return "\n".join([f"end of {log}:", *lines]) if lines else ""
 
 
-def _stop_gently(workers: Sequence[_Worker]) -> None:
-    """Tell all to stop after their step, and wait for it; another signal ends the wait."""
+def _stop_gently(workers: Sequence[_Worker], seconds: float) -> None:
+    """Tell all to stop after their step, and wait for it; another signal ends the wait, as does a rank that fails."""
     for worker in workers:
         if worker.status() is None:
             worker.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_SECONDS
+    deadline = time.monotonic() + seconds
     with contextlib.suppress(JobInterrupted):
         while time.monotonic() < deadline and any(w.status() is None for w in workers):
+            if any(w.status() not in (None, 0, INTERRUPTED) for w in workers):
+                deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)  # the others wait for it in vain
             time.sleep(_POLL_SECONDS)
+
+
+def _failed_while_stopping(workers: Sequence[_Worker]) -> list[_Worker]:
+    """Those that could not do what was left to do. A rank that the signal ended at once takes others with it: none."""
+    if any(w.status() == -signal.SIGTERM for w in workers):
+        return []
+    return [w for w in workers if w.status() and ErrorNote.read(w.note) is not None]
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
