@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
-from hyper_parallel.trainer.launch_environment import is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.report import describe_run, missing_packages
@@ -85,15 +85,19 @@ def train_as_rank(options: TrainOptions, report: Callable[[TrainOptions, RunSumm
     # These load the framework, which the process that starts the ranks does not need.
     from hyper_parallel.platform import get_platform
 
-    get_platform(options.backend)  # settles which one, before anything else asks
+    platform = get_platform(options.backend)  # settles which one, before anything else asks
+    if is_scheduler(os.environ):
+        platform.ensure_initialized(options.device)  # serves the ranks, and returns when they have ended
+        return 0
     from hyper_parallel.platform.training import load_training_tools
     from hyper_parallel.trainer.job import run_worker
 
     summary = run_worker(options)
+    first = platform.rank() == 0
     load_training_tools().close()
     if summary.interrupted:
         return INTERRUPTED
-    if ERROR_FILE not in os.environ and os.environ["RANK"] == "0":
+    if first and ERROR_FILE not in os.environ:
         report(options, summary)
     return 0
 
