@@ -31,9 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--write-matrix",
         nargs="?",
-        const="docs/support_matrix.md",
+        const=contract_plugin.DEFAULT_PAGE,
         metavar="PATH",
-        help="after a run of the whole suite write the support matrix (default: docs/support_matrix.md)",
+        help=f"after a run of the whole suite write the support matrix (default: {contract_plugin.DEFAULT_PAGE}) and "
+        f"its data (beside it; by default {contract_plugin.PACKAGE_DATA})",
     )
 
 

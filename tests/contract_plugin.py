@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.platforms import PLATFORMS, check_platform
-from tools.support_matrix import Result, Row, installed_versions, load_rows, render
+from tools.support_matrix import Result, Row, installed_versions, load_rows, matrix, render
+
+DEFAULT_PAGE = "docs/support_matrix.md"
+PACKAGE_DATA = "hyper_parallel/support_matrix.json"
+"""What ``hyper-parallel matrix`` shows; written with the page."""
 
 ROWS_FILE = Path(__file__).with_name("contract_rows.yaml")
 _PROPERTY = "contract"
@@ -80,11 +85,13 @@ class ContractRecorder:
         if self.why_partial:
             terminalreporter.write_line(f"{target} was not written: {self.why_partial}", red=True)
             return
-        path = Path(self._config.rootpath, target)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = render(self.rows.values(), self.results, installed_versions())
-        path.write_text(text, encoding="utf-8")
-        terminalreporter.write_line(f"wrote {target}")
+        data = PACKAGE_DATA if target == DEFAULT_PAGE else str(Path(target).with_suffix(".json"))
+        found = matrix(self.rows.values(), self.results, installed_versions())
+        for name, text in {target: render(found), data: json.dumps(found, indent=1, ensure_ascii=False) + "\n"}.items():
+            path = Path(self._config.rootpath, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            terminalreporter.write_line(f"wrote {name}")
 
 
 def _why_partial(config: pytest.Config) -> str | None:

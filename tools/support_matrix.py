@@ -1,7 +1,7 @@
-"""Turn contract rows and test results into docs/support_matrix.md.
+"""Turn contract rows and test results into docs/support_matrix.md, and the data that `hyper-parallel matrix` shows.
 
 The rows stand in tests/contract_rows.yaml, tests name them with `@pytest.mark.contract("ID")`, and
-`pytest --write-matrix` writes the page (tests/contract_plugin.py collects the results).
+`pytest --write-matrix` writes both (tests/contract_plugin.py collects the results).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -98,6 +99,15 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+def state(results: Collection[Result]) -> str:
+    """The same in one word: "failed", "passed", "not run" or "no test"."""
+    outcomes = {result.outcome for result in results}
+    for outcome in ("failed", "passed"):
+        if outcome in outcomes:
+            return outcome
+    return "not run" if outcomes else "no test"
+
+
 def cell(results: Collection[Result]) -> str:
     """One row on one platform, in words: failures first, and why something did not run."""
     if not results:
@@ -112,11 +122,22 @@ def cell(results: Collection[Result]) -> str:
     return f"passed ({count['passed']}{rest})"
 
 
-def render(rows: Iterable[Row], results: Iterable[Result], versions: Mapping[str, str]) -> str:
-    """The page, in Markdown."""
+def matrix(rows: Iterable[Row], results: Iterable[Result], versions: Mapping[str, str]) -> dict[str, Any]:
+    """All that the page says, as JSON has it. A row has a cell for each platform that it is promised on."""
     by_cell: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         by_cell.setdefault((result.row, result.platform), []).append(result)
+    entries = []
+    for row in rows:
+        found = {platform: by_cell.get((row.id, platform), []) for platform in row.promised}
+        cells = {platform: {"state": state(of), "text": cell(of)} for platform, of in found.items()}
+        entries.append({"id": row.id, "part": row.part, "text": row.text, "cells": cells})
+    return {"versions": dict(versions), "platforms": PLATFORMS, "rows": entries}
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """The page, in Markdown, from what :func:`matrix` gives."""
+    names = content["platforms"]
     lines = [
         "# Support matrix",
         "",
@@ -124,24 +145,21 @@ def render(rows: Iterable[Row], results: Iterable[Result], versions: Mapping[str
         "did: *passed* with their number, *failed*, *not run here* and why, *no test* where none proves it,",
         "— where the row is not promised. The rows are described in `tests/contract_rows.yaml`.",
         "",
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in content["versions"].items()) + ".",
     ]
     part = None
-    for row in rows:
-        if row.part != part:
-            part = row.part
+    for row in content["rows"]:
+        if row["part"] != part:
+            part = row["part"]
             lines += [
                 "",
                 f"## {part}",
                 "",
-                "| Row | What must work | " + " | ".join(PLATFORMS.values()) + " |",
+                "| Row | What must work | " + " | ".join(names.values()) + " |",
             ]
-            lines += ["|---" * (2 + len(PLATFORMS)) + "|"]
-        cells = [
-            cell(by_cell.get((row.id, platform), ())) if platform in row.promised else "—"
-            for platform in PLATFORMS
-        ]
-        lines.append("| " + " | ".join(_escape(text) for text in (row.id, row.text, *cells)) + " |")
+            lines += ["|---" * (2 + len(names)) + "|"]
+        cells = [row["cells"].get(platform, {"text": "—"})["text"] for platform in names]
+        lines.append("| " + " | ".join(_escape(text) for text in (row["id"], row["text"], *cells)) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.contract_plugin import ROWS_FILE, ContractRecorder
-from tools.support_matrix import Result, Row, cell, load_rows, missing_tests, render
+from tests.contract_plugin import DEFAULT_PAGE, PACKAGE_DATA, ROWS_FILE, ContractRecorder
+from tools.support_matrix import Result, Row, cell, load_rows, matrix, missing_tests, render, state
 
 _ROOT = Path(__file__).parents[2]
 
@@ -89,11 +90,22 @@ def test_cells_say_what_happened() -> None:
     assert cell([passed, skipped, failed]) == "**failed** (1 of 3)"
     assert cell([skipped, skipped]) == "not run here: MindSpore is not installed"
     assert cell([passed, skipped]) == "passed (1, 1 not run here: MindSpore is not installed)"
+    assert [state(s) for s in ([], [skipped], [skipped, passed], [passed, failed])] == [
+        "no test",
+        "not run",
+        "passed",
+        "failed",
+    ]
+
+
+def test_the_page_shows_the_data_of_the_package() -> None:
+    content = json.loads((_ROOT / PACKAGE_DATA).read_text(encoding="utf-8"))
+    assert (_ROOT / DEFAULT_PAGE).read_text(encoding="utf-8") == render(content)
 
 
 def test_page() -> None:
     rows = [Row("A", "Part", "x | y", ("torch",), (), False)]
-    page = render(rows, [Result("A", "torch", "passed")], {"Python": "3.11.7"})
+    page = render(matrix(rows, [Result("A", "torch", "passed")], {"Python": "3.11.7"}))
     assert "## Part" in page and "Versions: Python 3.11.7." in page
     assert "| A | x \\| y | passed (1) | — |" in page
 
@@ -161,3 +173,5 @@ def test_results_reach_the_page(tmp_path: Path, selection: list[str]) -> None:
     assert lines["| G1"] == ["**failed** (1 of 2)", "not run here: no such device |"]
     assert lines["| G2"] == ["**failed** (1 of 1)", "no test |"]
     assert lines["| D1"] == ["passed (1)", "passed (1) |"]
+    data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+    assert data["rows"][0]["cells"]["torch"] == {"state": "failed", "text": "**failed** (1 of 2)"}
