@@ -7,7 +7,8 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, communication, ops
+from mindspore import Parameter, Tensor, communication, nn, ops
+from mindspore.common.initializer import initializer
 
 from hyper_parallel import DeviceMesh, ParallelismConfig, init_device_mesh
 from hyper_parallel.models.llama import LlamaConfig
@@ -99,3 +100,19 @@ def head(model: Any) -> Parameter:
 
 def embedding(model: Any) -> Parameter:
     return model.model.embed_tokens.weight
+
+
+def sequence(*layers: nn.Cell) -> nn.Cell:
+    return nn.SequentialCell(*layers)
+
+
+def unknown_draws() -> nn.Cell:
+    """A parameter, ``strange``, that is drawn as nobody knows."""
+
+    class Strange(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strange = Parameter(initializer("orthogonal", (4, 4)), name="strange")
+
+    with without_memory():
+        return Strange()

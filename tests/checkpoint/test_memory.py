@@ -13,6 +13,7 @@ import pytest
 
 from hyper_parallel.models.llama import LlamaConfig
 from hyper_parallel.tensor_parallel.safetensors_header import encode_header
+from tests.checkpoint.own_model import this_models
 from tests.harness import run_distributed, this_rank
 
 MIB = 1 << 20
@@ -62,31 +63,20 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def build(config: LlamaConfig) -> Any:
-    import torch
-
-    from hyper_parallel.models.llama.torch import LlamaForCausalLM
-    from hyper_parallel.tensor_parallel.plan import parallelize_module
-    from tests.tensor_parallel.torch_workers import tp_mesh
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    return parallelize_module(model, tp_mesh())
-
-
 def measure_load(config: LlamaConfig, path: str) -> dict[str, Any]:
     from hyper_parallel.tensor_parallel.hf_checkpoint import load_hf_checkpoint
 
-    model = build(config)
+    models = this_models()
+    model = models.large(config)
     peak, seconds, report = peak_over_idle(lambda: load_hf_checkpoint(model, path))
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    sizes = [models.num_bytes(p) for p in models.named_parameters(model).values()]
     return {
         "load": (peak, seconds),
         "own": sum(sizes),
         "largest": max(sizes),
         "bytes": report.bytes_read[this_rank()],
         "file bytes": report.file_bytes,
-        "rows": model.lm_head.weight[:2].detach().numpy().copy(),
+        "rows": models.values(models.head(model)[:2]),
     }
 
 
@@ -95,11 +85,12 @@ def measure_save_and_draw(config: LlamaConfig, path: str, target: str) -> dict[s
     from hyper_parallel.tensor_parallel.initialize import Normal
     from hyper_parallel.tensor_parallel.materialize import materialize
 
-    model, other = build(config), build(config)
+    models = this_models()
+    model, other = models.large(config), models.large(config)
     load_hf_checkpoint(model, path)
     save = peak_over_idle(lambda: save_hf_checkpoint(model, target))
     draw = peak_over_idle(lambda: materialize(other, initial={"*": Normal(0.02)}))
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    sizes = [models.num_bytes(p) for p in models.named_parameters(model).values()]
     return {"save": save[:2], "draw": draw[:2], "own": sum(sizes), "largest": max(sizes)}
 
 
@@ -116,17 +107,16 @@ def show(found: list[dict[str, Any]], size: int) -> None:
 
 
 pytestmark = [
-    pytest.mark.platform("torch"),
     pytest.mark.contract("S3", "S4"),
     pytest.mark.skipif(not can_reset_peak(), reason="the system does not tell a process's peak of memory"),
 ]
 
 
-def test_loading_a_gibibyte(tmp_path: Path) -> None:
+def test_loading_a_gibibyte(platform: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     size = write_model(path, LARGE)
     assert 0.95 < size / 2**30 < 1.05
-    found = run_distributed(measure_load, LARGE, str(path), world_size=4, timeout=100)
+    found = run_distributed(measure_load, LARGE, str(path), platform=platform, world_size=4, timeout=100)
     show(found, size)
     content = np.memmap(path, np.uint8, "r")
     head_bytes = 4 * LARGE.vocab_size * LARGE.hidden_size
@@ -138,10 +128,12 @@ def test_loading_a_gibibyte(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result["rows"].ravel(), expected)
 
 
-def test_saving_and_drawing(tmp_path: Path) -> None:
+def test_saving_and_drawing(platform: str, tmp_path: Path) -> None:
     path, target = tmp_path / "model.safetensors", tmp_path / "saved"
     size = write_model(path, SMALL)
-    found = run_distributed(measure_save_and_draw, SMALL, str(path), str(target), world_size=4, timeout=100)
+    found = run_distributed(
+        measure_save_and_draw, SMALL, str(path), str(target), platform=platform, world_size=4, timeout=100
+    )
     show(found, size)
     for result in found:
         assert result["draw"][0] < 0.25 * size + result["largest"] + 64 * MIB

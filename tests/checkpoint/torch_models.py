@@ -138,3 +138,19 @@ def on_rank_0(action: Any) -> None:
     if dist.get_rank() == 0:
         action()
     dist.barrier()
+
+
+def sequence(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+def unknown_draws() -> nn.Module:
+    """A parameter, ``strange``, that is drawn as nobody knows."""
+
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strange = nn.Parameter(torch.empty(4))
+
+    with without_memory():
+        return Strange()
