@@ -19,7 +19,7 @@ import hyper_parallel
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, Platform, get_platform
 from hyper_parallel.platform.training import load_training_tools
-from hyper_parallel.trainer.launch_environment import is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.worker import run_guarded
 
@@ -38,7 +38,7 @@ class DoctorOptions:
     nproc: int = 2
     """Workers to start."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "mindspore"] = "torch"
     """The framework."""
 
     def __post_init__(self) -> None:
@@ -80,7 +80,9 @@ def _describe_host() -> None:
 def _examine(options: DoctorOptions) -> int:
     """What a worker does; a wrong result on one rank is an error on that rank."""
     platform = get_platform(options.backend)
-    platform.ensure_initialized("cpu")
+    platform.ensure_initialized("cpu")  # a scheduler serves the ranks here, until they have ended
+    if is_scheduler(os.environ):
+        return 0
     size = platform.world_size()
     group = platform.create_group([tuple(range(size))])
     if group.rank == 0:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LAUNCHER_VARIABLES", "ProcessPlan", "is_worker", "plan_processes", "without_launcher"]
+__all__ = ["LAUNCHER_VARIABLES", "ProcessPlan", "is_scheduler", "is_worker", "plan_processes", "without_launcher"]
 
 _HOST = "127.0.0.1"
 
@@ -21,24 +21,44 @@ LAUNCHER_VARIABLES = (
     "ROLE_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "RANK_ID",
+    "RANK_SIZE",
+    "DEVICE_ID",
+    "MS_ROLE",
+    "MS_NODE_ID",
+    "MS_WORKER_NUM",
+    "MS_SCHED_HOST",
+    "MS_SCHED_PORT",
+    "MS_TOPO_TIMEOUT",
 )
-"""What torchrun and this library's launcher set."""
+"""What torchrun, msrun and this library's launcher set."""
 
 _PREFIX = "TORCHELASTIC_"
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process of a job: its name in messages, its rank, and what to add to the environment."""
+    """One process of a job.
+
+    Attributes:
+        name: in messages.
+        rank: its rank; None for a process that serves the ranks, and ends when they have.
+        environment: what to add to it.
+    """
 
     name: str
-    rank: int
+    rank: int | None
     environment: Mapping[str, str]
 
 
 def is_worker(environment: Mapping[str, str]) -> bool:
-    """Whether somebody has started this process as one rank of a job."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
+    """Whether somebody has started this process as a part of a job."""
+    return ("RANK" in environment and "WORLD_SIZE" in environment) or "MS_ROLE" in environment
+
+
+def is_scheduler(environment: Mapping[str, str]) -> bool:
+    """Whether this process is no rank, but the one that MindSpore's ranks meet at. It runs the same command."""
+    return environment.get("MS_ROLE") == "MS_SCHED"
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
@@ -50,28 +70,49 @@ def plan_processes(backend: str, nproc: int, port: int) -> list[ProcessPlan]:
     """The processes of a local job.
 
     Args:
-        backend: ``"torch"``.
+        backend: ``"torch"`` or ``"mindspore"``.
         nproc: number of ranks.
         port: a free port on the loopback device, for the rendezvous.
 
     Raises:
         ValueError: another backend.
     """
-    if backend != "torch":
-        raise ValueError(f"local workers of the {backend!r} backend cannot be started; expected 'torch'")
+    plans = {"torch": _plan_torch, "mindspore": _plan_mindspore}
+    if backend not in plans:
+        raise ValueError(f"unknown backend {backend!r}; expected one of {tuple(plans)}")
     common = {
         "HYPER_PARALLEL_PLATFORM": backend,
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
         "PYTHONUNBUFFERED": "1",
         # Ranks share the cores of this machine; more threads than cores is slower, not faster.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
     }
-    if sys.platform.startswith("linux"):
-        common["GLOO_SOCKET_IFNAME"] = "lo"
-    return [
-        ProcessPlan(f"rank {rank}", rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    ranks = {
+        rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc),
+               "LOCAL_WORLD_SIZE": str(nproc)}
         for rank in range(nproc)
-    ]
+    }  # fmt: skip
+    return plans[backend](ranks, common, port)
+
+
+def _plan_torch(ranks: Mapping[int, Mapping[str, str]], common: Mapping[str, str], port: int) -> list[ProcessPlan]:
+    meeting = {"MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
+    if sys.platform.startswith("linux"):
+        meeting["GLOO_SOCKET_IFNAME"] = "lo"
+    return [ProcessPlan(f"rank {rank}", rank, {**own, **meeting}) for rank, own in ranks.items()]
+
+
+def _plan_mindspore(ranks: Mapping[int, Mapping[str, str]], common: Mapping[str, str], port: int) -> list[ProcessPlan]:
+    """One rank needs nobody to meet; more of them meet at a scheduler."""
+    shared = {
+        "GLOG_v": os.environ.get("GLOG_v", "3"),  # errors; at the usual level it warns of what is as it should be
+        # Ranks look for the scheduler every second, not every few.
+        "MS_RETRY_INTERVAL_LOWER": "1",
+        "MS_RETRY_INTERVAL_UPPER": "1",
+    }
+    if len(ranks) == 1:
+        return [ProcessPlan("rank 0", 0, {**ranks[0], **shared})]
+    size = str(len(ranks))
+    shared |= {"MS_WORKER_NUM": size, "MS_SCHED_HOST": _HOST, "MS_SCHED_PORT": str(port), "RANK_SIZE": size}
+    scheduler = ProcessPlan("the scheduler", None, {**common, **shared, "MS_ROLE": "MS_SCHED"})
+    own = {r: {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(r), "RANK_ID": str(r), "DEVICE_ID": str(r)} for r in ranks}
+    return [scheduler, *(ProcessPlan(f"rank {r}", r, {**ranks[r], **shared, **own[r]}) for r in ranks)]

@@ -8,8 +8,8 @@ from typing import Literal
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
-from hyper_parallel.trainer.combinations import check_combination
 from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
+from hyper_parallel.trainer.combinations import check_combination
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.metrics_options import MetricsOptions
 
@@ -133,7 +133,7 @@ class TrainOptions:
     nproc: int = 2
     """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "mindspore"] = "torch"
     """The framework."""
 
     device: Literal["cpu", "cuda"] = "cpu"
