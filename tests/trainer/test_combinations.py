@@ -1,0 +1,117 @@
+"""Options that do not go together are one clear error, before any worker starts; so are different batches in a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.config import ParallelismConfig
+from hyper_parallel.core.device_mesh import init_device_mesh
+from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
+from hyper_parallel.trainer.data import Batch
+from hyper_parallel.trainer.options import TrainingOptions, TrainOptions, ValidationOptions
+from hyper_parallel.trainer.same_batch import check_same_batch
+from tests.harness import RankError, run_distributed
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "sequence parallel alone": (
+        {"parallelism": ParallelismConfig(enable_sequence_parallel=True)},
+        "needs a tensor_parallel_degree of at least 2, found 1",
+    ),
+    "sequence parallel, last layer": (
+        {
+            "plan": "last_layer",
+            "parallelism": ParallelismConfig(tensor_parallel_degree=2, enable_sequence_parallel=True),
+        },
+        "goes with plan 'auto', found 'last_layer'",
+    ),
+    "linear without shared classes": (
+        {
+            "training": TrainingOptions(loss="linear"),
+            "parallelism": ParallelismConfig(tensor_parallel_degree=2, disable_loss_parallel=True),
+        },
+        "training.loss 'linear' shares the classes",
+    ),
+    "checkpoints of FSDP": (
+        {
+            "checkpoint": CheckpointOptions(enable=True),
+            "parallelism": ParallelismConfig(data_parallel_degree=2, data_parallel="fsdp"),
+        },
+        "checkpoints of parameters that FSDP2 has sharded are not there",
+    ),
+    "batch": (
+        {
+            "training": TrainingOptions(batch_size=6, gradient_accumulation=2),
+            "parallelism": ParallelismConfig(data_parallel_degree=2),
+        },
+        "batch_size (6) must be a multiple of data_parallel_degree (2) * gradient_accumulation (2) = 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_go_together(name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(ValueError) as raised:
+        replace(TrainOptions(), **options)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("training", "parallelism", "named"),
+    [
+        (TrainingOptions(mixed_precision_param="bfloat16", compile=True), {}, "mixed_precision_param='bfloat16', "),
+        (TrainingOptions(activation_checkpoint="full"), {}, "training.activation_checkpoint='full'"),
+        (TrainingOptions(loss="chunked"), {}, "training.loss='chunked'"),
+        (TrainingOptions(), {"data_parallel": "fsdp"}, "parallelism.data_parallel='fsdp'"),
+    ],
+)
+def test_mindspore_says_what_it_has_not(training: TrainingOptions, parallelism: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match="not there on mindspore") as raised:
+        TrainOptions(backend="mindspore", training=training, parallelism=ParallelismConfig(**parallelism))  # type: ignore[arg-type]
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ParallelismConfig(data_parallel="zero"), "data_parallel must be 'replicate', 'ddp' or 'fsdp'"),  # type: ignore[arg-type]
+        (lambda: ValidationOptions(held_out=1.5), "held_out must lie between 0 and 1, found 1.5"),
+        (lambda: ValidationOptions(freq=-1), "freq must be at least 0"),
+        (lambda: TrainingOptions(loss_chunks=0), "loss_chunks must be at least 1"),
+    ],
+)
+def test_values_that_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+def check_batches(dp: int, tp: int, contents: list[int], lengths: list[int]) -> None:
+    """In a worker: each rank with a batch of its own."""
+    from tests.harness.platforms import this_rank
+
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    ids = np.full((2, lengths[this_rank()]), contents[this_rank()], np.int64)
+    check_same_batch(Batch(ids, ids), mesh)
+
+
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
+def test_ranks_of_a_group_must_read_the_same_batch(platform: str) -> None:
+    """Case 41: ranks of one tp group with different batches."""
+    run_distributed(check_batches, 1, 2, [3, 3], [4, 4], platform=platform, world_size=2, timeout=60)
+    with pytest.raises(RankError, match=r"ranks 0, 1 raised ValueError: the 2 ranks of a tensor-parallel group"):
+        run_distributed(check_batches, 1, 2, [3, 5], [4, 4], platform=platform, world_size=2, timeout=60)
+
+
+@pytest.mark.platform("torch")
+def test_every_rank_hears_of_it() -> None:
+    """Also those whose own group is all right: nobody waits in the next collective."""
+    run_distributed(check_batches, 2, 2, [3, 3, 5, 5], [4] * 4, platform="torch", world_size=4)
+    with pytest.raises(RankError, match=r"ranks 0, 1, 2, 3 raised ValueError.* data-parallel rank 1"):
+        run_distributed(check_batches, 2, 2, [3, 3, 5, 6], [4] * 4, platform="torch", world_size=4)
+    with pytest.raises(RankError, match="batches of different shapes"):
+        run_distributed(check_batches, 2, 2, [3, 3, 5, 5], [4, 4, 8, 8], platform="torch", world_size=4)
