@@ -184,7 +184,8 @@ class _Writer:
                 self._file.close()
                 self._file = None
         except OSError as error:
-            self.error = f"cannot write {error.filename or 'the checkpoint'}: {error.strerror}"
+            path = error.filename or (self._file.name if self._file is not None else "the checkpoint")
+            self.error = f"cannot write {path}: {error.strerror}"
 
 
 def _assemble(block: _Block, parts: Sequence[tuple[ByteRuns, np.ndarray]]) -> np.ndarray:
