@@ -1,7 +1,8 @@
 # make test      install what the suite needs into $(VENV), run it
 # make lint      ruff and mypy
 # make nightly   the property tests with thousands of examples
-# make train     train a small model: BACKEND=torch|mindspore DATA=path STEPS=n, more options of the command in ARGS=
+# make train     train a small model with two processes, then with one, and compare: BACKEND=torch|mindspore
+#                DATA=path STEPS=n, more options of hyper-parallel compare in ARGS=
 #
 # VENV may name an environment that is ready: one that this file did not make is used as it is, nothing is
 # installed into it (make test VENV=~/venvs/dev).
@@ -40,7 +41,7 @@ lint: $(call needs,lint)
 	$(PY) -m mypy
 
 train: $(call needs,train-$(BACKEND))
-	$(PY) -m hyper_parallel.cli train --backend $(BACKEND) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+	$(PY) -m hyper_parallel.cli compare --backend $(BACKEND) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 clean:
 	rm -rf $(if $(wildcard $(STAMPS)),$(VENV)) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
@@ -63,5 +64,5 @@ $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(INSTALL) -e '.[$*,train]'
+	$(INSTALL) -e '.[$*,train,watch]'
 	@touch $@

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -64,7 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    status: int = command.run(arguments)
+    try:
+        status: int = command.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads this, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return status
 
 

@@ -50,6 +50,8 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     options = parse_options(CompareOptions, "compare", arguments)
     if is_worker(os.environ):
+        if os.environ["RANK"] == "0" and options.output.name != SINGLE_PROCESS_FOLDER:
+            _discard(options)
         return run_guarded(lambda: train_as_rank(options, lambda *_: _train_alone(options, arguments)))
     check(options)
     degrees = options.parallelism
@@ -57,13 +59,12 @@ def _run(arguments: Sequence[str]) -> int:
         raise UsageError("there is one process, and nothing to compare it with; see --parallelism and --nproc")
     if options.checkpoint.enable:
         raise UsageError("both runs start anew; leave out checkpoint.enable")
-    _discard(options)
     launch("compare", options, arguments)
     return _train_alone(options, arguments)
 
 
 def _discard(options: CompareOptions) -> None:
-    """An earlier comparison is none of these runs, which may be stopped before they make their own."""
+    """An earlier comparison is none of these runs, which may be stopped before they make their own. Rank 0 does it."""
     alone = options.output / SINGLE_PROCESS_FOLDER
     for file in (options.output / COMPARISON_FILE, alone / METRICS_FILE, alone / SUMMARY_FILE):
         file.unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""Files to token ids: JSON lines, large files in pieces, and what is kept of them on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hyper_parallel.trainer import data_files
+from hyper_parallel.trainer.data_cache import open_tokens
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.data_tokens import DataError
+from hyper_parallel.trainer.text import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_line_is_a_document(tmp_path: Path) -> None:
+    rows = [{"id": 1, "body": "ab"}, {"body": ""}, {"body": "é"}]
+    path = lines(tmp_path / "a.jsonl", "\ufeff", *rows, "\n", "  \n", '{"body": "z"}')
+    tokens = open_tokens(path, TextOptions(field="body"))
+    assert tokens.ids.tolist() == [BOS, 97, 98, EOS, BOS, 0xC3, 0xA9, EOS, BOS, 122, EOS]
+    assert tokens.starts.tolist() == [0, 4, 8]
+
+
+def test_the_name_or_the_option_says_what_a_file_is(tmp_path: Path) -> None:
+    text = '{"text": "a"}'
+    for name in ("a.jsonl", "b.ndjson", "c.txt"):
+        (tmp_path / name).write_text(text)
+    plain = [BOS, *text.encode(), EOS]
+    assert open_tokens(tmp_path, TextOptions()).ids.tolist() == [BOS, 97, EOS, BOS, 97, EOS, *plain]
+    assert open_tokens(tmp_path, TextOptions(format="text")).ids.tolist() == plain * 3
+    assert open_tokens(tmp_path, TextOptions(format="jsonl")).ids.tolist() == [BOS, 97, EOS] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "a.jsonl:3: not a line of JSON: "),
+        ("[1]", "a.jsonl:3: a JSON list; expected an object with the field 'text'"),
+        ('{"txt": "a"}', r"a.jsonl:3: no field 'text'; the fields are \['txt'\]"),
+        ('{"text": 7}', "a.jsonl:3: the field 'text' holds a int; expected a string"),
+        ('{"text": "\\ud800"}', "a.jsonl:3: the field 'text' is no text: "),
+        ("[" * 100_000, "a.jsonl:3: (JSON nested too deeply|not a line of JSON)"),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "b"}, line + "\n")
+    with pytest.raises(DataError, match=message):
+        open_tokens(path, TextOptions())
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(DataError, match="a.jsonl:2: not a line of JSON: .*utf-8"):
+        open_tokens(path, TextOptions())
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7, 100])
+@pytest.mark.parametrize("content", ["one\ntwo\n\nthree four five\nsix", "aé€😀" * 9, "abc\n"])
+def test_a_large_file_is_one_document_read_in_pieces(
+    content: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "_PIECE_BYTES", size)
+    monkeypatch.setattr(data_files, "_GROUP_BYTES", 8)
+    path = tmp_path / "a"
+    path.write_text(content)
+    tokens = open_tokens(path, TextOptions())
+    assert tokens.ids.tolist() == [BOS, *content.encode(), EOS] and tokens.starts.tolist() == [0]
+    for part in data_files._read_text(path):
+        assert len(part.content) <= 2 * size + 1
+        part.content.decode("utf-8")  # no character is cut
+
+
+def test_ids_are_kept_mapped_and_made_anew_when_something_changes(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("hello")
+    first = open_tokens(path, TextOptions(), cache)
+    assert isinstance(first.ids, np.memmap) and isinstance(first.starts, np.memmap)
+    in_memory = open_tokens(path, TextOptions())
+    np.testing.assert_array_equal(first.ids, in_memory.ids)
+    assert (first.checksum, first.highest) == (in_memory.checksum, in_memory.highest) and first.highest == EOS
+
+    def files() -> dict[str, int]:
+        return {f.name: f.stat().st_mtime_ns for f in cache.iterdir() if f.name != "lock"}
+
+    before = files()
+    assert len(before) == 3
+    open_tokens(path, TextOptions(), cache)
+    assert files() == before  # nothing was read again
+    os.utime(path, ns=(0, 0))
+    assert open_tokens(path, TextOptions(), cache).checksum == first.checksum and len(files()) == 6
+    path.write_text("hallo")
+    assert open_tokens(path, TextOptions(), cache).ids.tolist() == [BOS, *b"hallo", EOS]
+
+
+@pytest.mark.parametrize("damage", ["ids", "starts", "json", "nonsense"])
+def test_damaged_files_are_made_anew(damage: str, tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("hello")
+    expected = open_tokens(path, TextOptions(), cache).ids.tolist()
+    (about,) = cache.glob("*.json")
+    if damage == "nonsense":
+        about.write_text('{"tokens": "many"}')
+    else:
+        with open(about.with_suffix(f".{damage}"), "r+b") as stream:
+            stream.truncate(3)
+    assert open_tokens(path, TextOptions(), cache).ids.tolist() == expected
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    path, cache = lines(tmp_path / "a.jsonl", {"text": "a"}, "[\n"), tmp_path / "cache"
+    with pytest.raises(DataError, match="a.jsonl:2"):
+        open_tokens(path, TextOptions(), cache)
+    assert [f.name for f in cache.iterdir()] == ["lock"]
+    lines(path, {"text": ""})
+    with pytest.raises(DataError, match="every file or document is empty"):
+        open_tokens(path, TextOptions(), cache)
+    assert [f.name for f in cache.iterdir()] == ["lock"]
+
+
+def test_several_processes_may_ask_at_once(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(50):
+        (text / f"{i:02}").write_text(f"document {i}\n" * 400)
+    program = (
+        "import sys; from pathlib import Path; from hyper_parallel.trainer.data_cache import open_tokens;"
+        "from hyper_parallel.trainer.data_options import TextOptions;"
+        f"found = open_tokens(Path({str(text)!r}), TextOptions(), Path({str(tmp_path / 'cache')!r}));"
+        "print(found.checksum, len(found.ids))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    expected = open_tokens(text, TextOptions())
+    for job in jobs:
+        assert job.communicate(timeout=60)[0].split() == [str(expected.checksum), str(len(expected.ids))]
+    assert len(list((tmp_path / "cache").iterdir())) == 4
