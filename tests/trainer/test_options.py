@@ -16,7 +16,7 @@ from hyper_parallel.trainer.schedule import warmup_cosine
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(
-        "steps: 7\ncompare: false\ndata: null\n"
+        "steps: 7\ndata: null\ntext: {document_masks: true, prefetch: 0}\n"
         "optimizer: {lr: 1e-4, betas: [0.8, 0.9]}\n"
         "parallelism:\n  disable_loss_parallel: true\n  loss_parallel_strict_mesh: false\n"
     )
@@ -30,7 +30,7 @@ def test_defaults() -> None:
 def test_the_file_goes_before_the_defaults_and_the_command_line_before_the_file(file: Path) -> None:
     options = parse_train_options([str(file), "--steps", "9", "--optimizer.betas", "0.5", "0.6"])
     assert options.steps == 9 and options.optimizer.betas == (0.5, 0.6)
-    assert not options.compare and options.optimizer.lr == 1e-4
+    assert options.text.document_masks and options.optimizer.lr == 1e-4
     assert options.parallelism.disable_loss_parallel and not options.parallelism.loss_parallel_strict_mesh
     assert options.parallelism.tensor_parallel_degree == 2 and options.training == TrainOptions().training
 
