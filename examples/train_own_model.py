@@ -52,6 +52,7 @@ class OwnModel(nn.Module):
 
 PLAN = {
     "embedding": "embedding_rowwise",
+    "blocks.*.norm": "replicate",  # its input is whole on every rank
     "blocks.*.up": "colwise",
     "blocks.*.down": "rowwise",
     "last": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),

@@ -20,7 +20,7 @@ from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Nor
 from hyper_parallel.tensor_parallel.materialize import materialize
 from hyper_parallel.tensor_parallel.plan import parallelize_module
 from hyper_parallel.tensor_parallel.styles import ParallelStyle
-from hyper_parallel.trainer.linear_loss import LinearLoss
+from hyper_parallel.trainer.linear_loss import LinearCrossEntropyLoss
 from hyper_parallel.trainer.loss import ChunkedCrossEntropyLoss, CrossEntropyLoss, HeadLoss, LossFunction
 from hyper_parallel.trainer.options import TrainOptions
 
@@ -112,7 +112,9 @@ def make_loss(
         return own
     if training.loss == "cross_entropy":
         return CrossEntropyLoss()
-    loss = ChunkedCrossEntropyLoss(training.loss_chunks, context) if training.loss == "chunked" else LinearLoss()
+    loss: HeadLoss = LinearCrossEntropyLoss()
+    if training.loss == "chunked":
+        loss = ChunkedCrossEntropyLoss(training.loss_chunks, context)
     loss.attach(model)
     return loss
 
