@@ -117,7 +117,7 @@ def _fingerprint(files: Sequence[Path], options: TextOptions, tokenizer: Tokeniz
     digest = hashlib.sha256(repr((_VERSION, options.format, options.field, tokenizer.identity)).encode())
     for file in files:
         status = file.stat()
-        digest.update(repr((str(file.absolute()), status.st_size, status.st_mtime_ns)).encode("utf-8", "surrogateescape"))
+        digest.update(repr((str(file.absolute()), status.st_size, status.st_mtime_ns)).encode())
     return digest.hexdigest()[:20]
 
 

@@ -141,7 +141,7 @@ class LlamaModel(nn.Module):
 
 
 def _document_mask(position_ids: Tensor) -> Tensor:
-    """Bool ``[batch, 1, length, length]``: whether the token of dim 3 is in the document of that of dim 2, not behind."""
+    """Bool ``[batch, 1, length, length]``: the token of dim 3 is in the document of that of dim 2, and not behind it."""
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
     begins = places - position_ids  # where its document begins: what the tokens of a document have in common
@@ -168,6 +168,6 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``; arguments as :class:`LlamaModel`'s."""
+        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``; see :class:`LlamaModel`."""
         logits: Tensor = self.lm_head(self.model(input_ids, position_ids))
         return logits
