@@ -62,22 +62,53 @@ class LlamaAttention(nn.Cell):
         if groups != queries:
             key, value = (ops.repeat_interleave(t, queries // groups, 1) for t in (key, value))
         scores = self.product_with_transposed(query, key)
-        weights = ops.softmax(scores + ops.tile(tables.mask, (batch, queries, 1, 1)), -1)
+        weights = ops.softmax(scores + tables.mask_for(batch, queries), -1)
         mixed = ops.transpose(ops.matmul(weights, value), (0, 2, 1, 3))
         return self.o_proj(mixed.reshape(batch, length, -1))
 
 
 class RotaryTables:
-    """What attention needs of positions ``0 .. length - 1``: cosines, sines, and who sees whom."""
+    """What attention needs of positions: cosines, sines, and who sees whom, for all rows or for each of a batch.
 
-    def __init__(self, config: LlamaConfig, length: int, dtype: Any) -> None:
-        self.cos, self.sin = (Tensor(table, dtype) for table in rope_tables(config, length))
-        self.mask = Tensor(np.triu(np.full((1, 1, length, length), -np.inf, np.float32), 1), dtype)
+    Args:
+        cos: ``[rows, 1, length, head_size]``; ``rows`` is 1 or that of the batch.
+        sin: as ``cos``.
+        mask: ``[rows, 1, length, length]``, what is added to a score: 0, or minus infinity.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, mask: Tensor) -> None:
+        self.cos, self.sin, self.mask = cos, sin, mask
+
+    @classmethod
+    def of(cls, config: LlamaConfig, length: int, dtype: Any) -> RotaryTables:
+        """Positions ``0 .. length - 1``, each of which sees itself and all before it."""
+        cos, sin = (Tensor(table[None, None], dtype) for table in rope_tables(config, length))
+        mask = np.triu(np.full((1, 1, length, length), -np.inf, np.float32), 1)
+        return cls(cos, sin, Tensor(mask, dtype))
+
+    def in_documents(self, position_ids: Tensor) -> RotaryTables:
+        """For ``position_ids`` ``[batch, length]``, which start again at 0 with each document."""
+        batch, length = position_ids.shape
+        flat = position_ids.reshape(-1)
+
+        def at(table: Tensor) -> Tensor:
+            return ops.gather(table.reshape(length, -1), flat, 0).reshape(batch, 1, length, -1)
+
+        places = Tensor(np.tile(np.arange(length), (batch, 1)), position_ids.dtype)
+        begins = places - position_ids  # where its document begins: what the tokens of a document have in common
+        rows = ops.tile(begins.reshape(batch, length, 1), (1, 1, length))
+        columns = ops.tile(begins.reshape(batch, 1, length), (1, length, 1))
+        mask = ops.masked_fill(ops.tile(self.mask[0], (batch, 1, 1)), ops.not_equal(rows, columns), -np.inf)
+        return RotaryTables(at(self.cos), at(self.sin), mask.reshape(batch, 1, length, length))
+
+    def mask_for(self, batch: int, heads: int) -> Tensor:
+        """``[batch, heads, length, length]``."""
+        return ops.tile(self.mask, (batch // self.mask.shape[0], heads, 1, 1))
 
     def rotate(self, x: Tensor) -> Tensor:
         """``[batch, heads, length, head_size]``, each position by its angles."""
         first, second = ops.chunk(x, 2, -1)
-        copies = (*x.shape[:2], 1, 1)
+        copies = (x.shape[0] // self.cos.shape[0], x.shape[1], 1, 1)
         return x * ops.tile(self.cos, copies) + ops.concat((-second, first), -1) * ops.tile(self.sin, copies)
 
 
@@ -123,10 +154,18 @@ class LlamaModel(nn.Cell):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self._tables: dict[tuple[int, Any], RotaryTables] = {}
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``[batch, length]`` to hidden states ``[batch, length, hidden]``."""
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Token ids ``[batch, length]`` to hidden states ``[batch, length, hidden]``.
+
+        Args:
+            input_ids: the tokens.
+            position_ids: int ``[batch, length]``, the place of each token in its document: within a row they count up,
+                and start again at 0 with each document; tokens see their own document only. None: a row is one.
+        """
         x = self.embed_tokens(input_ids)
         tables = self._rotary(input_ids.shape[1], x.dtype)
+        if position_ids is not None:
+            tables = tables.in_documents(position_ids)
         for layer in self.layers:
             x = layer(x, tables)
         return self.norm(x)
@@ -134,7 +173,7 @@ class LlamaModel(nn.Cell):
     def _rotary(self, length: int, dtype: Any) -> RotaryTables:
         key = (length, dtype)
         if key not in self._tables:
-            self._tables[key] = RotaryTables(self.config, length, dtype)
+            self._tables[key] = RotaryTables.of(self.config, length, dtype)
         return self._tables[key]
 
 
@@ -155,7 +194,7 @@ class LlamaForCausalLM(nn.Cell):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def construct(self, input_ids: Tensor) -> Tensor:
-        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``."""
-        logits: Tensor = self.lm_head(self.model(input_ids))
+    def construct(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Token ids ``[batch, length]`` to logits ``[batch, length, vocab_size]``; see :class:`LlamaModel`."""
+        logits: Tensor = self.lm_head(self.model(input_ids, position_ids))
         return logits

@@ -141,7 +141,7 @@ class LlamaModel(nn.Module):
 
 
 def _document_mask(position_ids: Tensor) -> Tensor:
-    """Bool ``[batch, 1, length, length]``: the token of dim 3 is in the document of that of dim 2, and not behind it."""
+    """Bool ``[batch, 1, length, length]``, true where dim 3 is in the document of dim 2, and not behind it."""
     length = position_ids.shape[1]
     places = torch.arange(length, device=position_ids.device)
     begins = places - position_ids  # where its document begins: what the tokens of a document have in common
