@@ -13,6 +13,11 @@ target y, smoothing e and z-loss factor z:
     A = (1-e) w_y + e/V sum_c w_c + 2 z lse
     B = (1-e) w_y
 
+Beside the loss, ``log p_y = -nll`` and the entropy ``H = lse - sum_c p_c x_c``:
+
+    d log p_y / d x_c = [c = y] - p_c
+    d H / d x_c = -p_c (log p_c + H)
+
 A rank needs from the others only numbers per token, so nothing of size ``[tokens, classes]`` is ever sent,
 and the backward pass sends nothing at all.
 
@@ -25,14 +30,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hyper_parallel.loss_parallel.call_check import CallFacts, find_error
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Group
 
-__all__ = ["ClassShard", "LossKernels", "LossOptions", "Tensor"]
+__all__ = ["ClassShard", "LossKernels", "LossOptions", "Tensor", "TokenOutputs"]
 
 Tensor = Any
 """An array of the backend."""
@@ -73,6 +78,9 @@ class LossOptions:
             None means yes on CPU and no on accelerators, where it costs a device synchronisation.
             Unvalidated, a target outside ``[0, V)`` gives a loss and a gradient of NaN for its token.
         description: what the caller calls (operator, reduction); ranks that disagree on it get an error.
+        log_probs: whether :meth:`LossKernels.token_outputs` gives ``log p_y``.
+        entropy: whether it gives the entropy. One pass more over the logits each way, and 4 bytes a token more are
+            sent (none of the savings of ``ClassShard.ranges``).
     """
 
     ignore_index: int = -100
@@ -81,6 +89,17 @@ class LossOptions:
     inplace: bool = False
     validate: bool | None = None
     description: str = ""
+    log_probs: bool = False
+    entropy: bool = False
+
+
+class TokenOutputs(NamedTuple):
+    """What :meth:`LossKernels.token_outputs` gives of each token: 0 where ignored."""
+
+    loss: Tensor
+    token_weight: Tensor
+    log_prob: Tensor | None
+    entropy: Tensor | None
 
 
 class LossKernels(ABC):
@@ -122,6 +141,29 @@ class LossKernels(ABC):
         """
 
     @abstractmethod
+    def token_outputs(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+    ) -> TokenOutputs:
+        """K2 and K3: loss and weight ``w_y`` of each token, both of ``target``'s shape, 0 where ignored.
+
+        ``w_y`` is the weight of the target's class, 1 without weights. The loss is multiplied by ``w_y``
+        already, so PyTorch's mean is ``loss.sum() / token_weight.sum()``, over the tokens of all ranks. The
+        second result is not differentiable. With ``options.log_probs`` and ``options.entropy`` come the
+        log-probability of the target and the entropy, both differentiable, None otherwise.
+
+        Collectives:
+            Forward the exchange of statistics: 8 bytes a token, 16 with smoothing (see ``ClassShard.ranges``). Before
+            it, when validating, an all-gather of a header of fixed size. Backward none.
+        Raises:
+            What :meth:`check_call` returns.
+        """
+
     def cross_entropy(
         self,
         local_logits: Tensor,
@@ -131,18 +173,9 @@ class LossKernels(ABC):
         weight: Tensor | None,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        """K2 and K3: loss and weight ``w_y`` of each token, both of ``target``'s shape, 0 where ignored.
-
-        ``w_y`` is the weight of the target's class, 1 without weights. The loss is multiplied by ``w_y``
-        already, so PyTorch's mean is ``loss.sum() / token_weight.sum()``, over the tokens of all ranks. The
-        second result is not differentiable.
-
-        Collectives:
-            Forward the exchange of statistics: 8 bytes a token, 16 with smoothing (see ``ClassShard.ranges``). Before
-            it, when validating, an all-gather of a header of fixed size. Backward none.
-        Raises:
-            What :meth:`check_call` returns.
-        """
+        """Loss and weight of each token: the first two of :meth:`token_outputs`."""
+        loss, token_weight, _, _ = self.token_outputs(local_logits, dim, target, shard, weight, options)
+        return loss, token_weight
 
     @abstractmethod
     def nll_loss(
@@ -188,7 +221,13 @@ class LossKernels(ABC):
 
     @abstractmethod
     def fused_nll_log_softmax_backward(
-        self, grad_loss: Tensor, local_logits: Tensor, dim: int, state: Any
+        self,
+        grad_loss: Tensor,
+        local_logits: Tensor,
+        dim: int,
+        state: Any,
+        grad_log_prob: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
         """K3: the gradient of the local logits, without a collective; ``state`` is K2's third result."""
 

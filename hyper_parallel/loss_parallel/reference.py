@@ -19,6 +19,7 @@ __all__ = [
     "cross_entropy",
     "cut",
     "entropy",
+    "entropy_grad",
     "log_softmax",
     "lse",
     "nll_loss",
@@ -90,6 +91,16 @@ def entropy(shards: Sequence[ArrayLike], axis: int) -> Array:
     with np.errstate(invalid="ignore"):  # exp(-inf) * -inf
         terms = [np.where(lp == -np.inf, 0.0, np.exp(lp) * lp).sum(axis) for lp in log_softmax(shards, axis)]
     return np.asarray(-sum(terms))
+
+
+def entropy_grad(shards: Sequence[ArrayLike], axis: int, upstream: ArrayLike = 1.0) -> list[Array]:
+    """``-g p_c (log p_c + H)``, a class of probability 0 having the gradient 0; g one number a token."""
+    own = np.expand_dims(entropy(shards, axis), axis)
+    factor = np.expand_dims(np.broadcast_to(np.asarray(upstream, np.float64), own.squeeze(axis).shape), axis)
+    with np.errstate(invalid="ignore"):
+        return [
+            np.where(lp == -np.inf, 0.0, -factor * np.exp(lp) * (lp + own)) for lp in log_softmax(shards, axis)
+        ]
 
 
 def z_loss(shards: Sequence[ArrayLike], axis: int, factor: float) -> Array:

@@ -115,14 +115,14 @@ def strategies(route: str) -> None:
     with used.quietly():
         index = used.enter(Tensor(np.full(5, -1 if get_platform().rank() else 0, np.int32)))
         weight = used.enter(Tensor(np.ones(shard.stop - shard.start, np.float32)))
-        maximum, sum_exp, shortfall = used.row_statistics(used.enter(x), 1, None, weight)
+        maximum, sum_exp, shortfall, mean = used.row_statistics(used.enter(x), 1, None, weight, True)
         local = exchange.ShardStatistics(
-            maximum, sum_exp, used.at_index(used.enter(x), 1, index), shortfall, weight.sum()
+            maximum, sum_exp, used.at_index(used.enter(x), 1, index), shortfall, weight.sum(), mean
         )
         results = [
             exchange.merge_statistics(used, local, shard.group, strategy=strategy) for strategy in ("gather", "reduce")
         ]
-        for name in ("reference", "log_sum_exp", "share", "target_gap", "shortfall", "weight_sum"):
+        for name in ("reference", "log_sum_exp", "share", "target_gap", "shortfall", "weight_sum", "mean"):
             a, b = (np.asarray(used.leave(getattr(r, name)).asnumpy()).reshape(-1) for r in results)
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6, err_msg=name)
 

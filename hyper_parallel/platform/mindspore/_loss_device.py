@@ -13,6 +13,8 @@ from typing import Any
 import mindspore
 from mindspore import Tensor, _no_grad, ops
 
+from hyper_parallel.platform.mindspore._entropy_term import LOWEST, EntropyTerm
+
 __all__ = ["DeviceRoute"]
 
 # Bytes of a chunk of rows in fp32: bounds the memory of temporaries, and is long enough to fill the device.
@@ -48,6 +50,9 @@ class DeviceRoute:
     def statistics_dtype(self, x: Tensor) -> Any:
         return mindspore.float64 if x.dtype == mindspore.float64 else mindspore.float32
 
+    def copy(self, x: Tensor) -> Tensor:
+        return x  # tensors are values here
+
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.astype(dtype)
 
@@ -72,22 +77,28 @@ class DeviceRoute:
     # -- rows ------------------------------------------------------------------------------------------------
 
     def row_statistics(
-        self, x: Tensor, dim: int, needed: Tensor | None, class_weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, x: Tensor, dim: int, needed: Tensor | None, class_weight: Tensor | None, entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         dtype = self.statistics_dtype(x)
         tokens = math.prod(x.shape[:dim] + x.shape[dim + 1 :])
         if x.size == 0:
             zeros = ops.zeros((tokens,), dtype)
-            return self.full(tokens, -math.inf, dtype), zeros, None if class_weight is None else zeros
+            shortfall, mean = None if class_weight is None else zeros, zeros if entropy else None
+            return self.full(tokens, -math.inf, dtype), zeros, shortfall, mean
         parts = []
         for rows in self._row_chunks(self._matrix(x, dim)):
             maximum, shifted = self._relative_to_maximum(rows.astype(dtype))
-            parts.append([maximum, ops.sum(ops.exp(shifted), 1)])
+            exp = ops.exp(shifted)
+            parts.append([maximum, ops.sum(exp, 1)])
+            if entropy:
+                total = ops.sum(ops.maximum(shifted, self.number(LOWEST, dtype)) * exp, 1)
+                parts[-1].append(ops.where(total == 0, total, total / parts[-1][1]))
             if class_weight is not None:
                 weights = ops.tile(class_weight.reshape(1, -1), (rows.shape[0], 1))
                 parts[-1].append(-ops.sum(shifted * weights, 1))
         columns = [ops.concat(column) if len(column) > 1 else column[0] for column in zip(*parts)]
-        return columns[0], columns[1], columns[2] if class_weight is not None else None
+        shortfall = columns[-1] if class_weight is not None else None
+        return columns[0], columns[1], shortfall, columns[2] if entropy else None
 
     def at_index(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         dtype = self.statistics_dtype(x)
@@ -107,11 +118,23 @@ class DeviceRoute:
         return self._map_rows(one, x, dim, out, reference, log_sum_exp)
 
     def gradient(
-        self, x: Tensor, dim: int, factor: Tensor, shift: Tensor | None, weight: Tensor | None, inplace: bool
+        self,
+        x: Tensor,
+        dim: int,
+        factor: Tensor,
+        shift: Tensor | None,
+        weight: Tensor | None,
+        inplace: bool,
+        entropy: EntropyTerm | None = None,
     ) -> Tensor:
-        def one(rows: Tensor, factor: Tensor, *shifts: Tensor) -> Tensor:
-            _, shifted = self._relative_to_maximum(rows.astype(factor.dtype))
+        def one(rows: Tensor, factor: Tensor, *more: Tensor) -> Tensor:
+            wide, shifts = rows.astype(factor.dtype), more
+            _, shifted = self._relative_to_maximum(wide)
             scale = self._spread(factor, rows)
+            if entropy is not None:
+                own, reference, log_sum_exp = (self._spread(v, rows) for v in more[:3])
+                log_probs = ops.maximum(wide - reference - log_sum_exp, self.number(LOWEST, factor.dtype))
+                scale, shifts = scale + own * log_probs, more[3:]
             grads = ops.where(scale == 0, ops.zeros_like(scale), ops.exp(shifted) * scale)
             if shifts:
                 moved = self._spread(shifts[0], rows)
@@ -120,7 +143,8 @@ class DeviceRoute:
                 grads = grads - moved
             return grads.astype(x.dtype)
 
-        return self._map_rows(one, x, dim, x.dtype, factor, *(() if shift is None else (shift,)))
+        vectors = (*(entropy or ()), *(() if shift is None else (shift,)))
+        return self._map_rows(one, x, dim, x.dtype, factor, *vectors)
 
     def log_softmax_gradient(self, x: Tensor, dim: int, grad: Tensor, factor: Tensor) -> Tensor:
         upstream = self._matrix(grad, dim) if x.size else grad

@@ -43,6 +43,8 @@ class ShardStatistics:
     """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
     weight_sum: Vector | None = None
     """For smoothing: ``sum_c w_c``, one number."""
+    mean: Vector | None = None
+    """For the entropy: ``sum_c q_c (x_c - a)`` with q the softmax of these classes and a as above."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class MergedStatistics:
     """``sum_c w_c (reference - x_c)``."""
     weight_sum: Vector | None
     """``sum_c w_c``."""
+    mean: Vector | None = None
+    """``sum_c p_c (x_c - reference)``."""
 
 
 def merge_statistics(
@@ -87,7 +91,7 @@ def merge_statistics(
         strategy = "gather" if group.size <= _LARGEST_GATHER else "reduce"
     if strategy == "reduce":
         return _merge_reduced(route, local, group)
-    if owner is not None and local.shortfall is None:
+    if owner is not None and local.shortfall is None and local.mean is None:
         merged = _merge_relative_to_target(route, local, group, owner)
         if merged is not None:
             return merged
@@ -126,7 +130,7 @@ def _pack(route: Any, local: ShardStatistics) -> Vector:
 
 
 def _vectors(local: ShardStatistics) -> list[Vector]:
-    vectors = (local.maximum, local.sum_exp, local.target_logit, local.shortfall)
+    vectors = (local.maximum, local.sum_exp, local.target_logit, local.mean, local.shortfall)
     return [vector for vector in vectors if vector is not None]
 
 
@@ -138,11 +142,15 @@ def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> Merge
     maximum = route.largest(maxima)
     sum_exp = route.total(sums * route.exp(maxima - maximum))
     target_gap = None if local.target_logit is None else maximum - route.total(next(columns))
+    mean = None
+    if local.mean is not None:
+        shares = sums * route.exp(maxima - maximum) / sum_exp
+        mean = route.total(shares * (next(columns) + (_finite_or_zero(route, maxima) - maximum)))
     if local.shortfall is None:
-        return _merged(route, local, maximum, sum_exp, target_gap, None, None)
+        return _merged(route, local, maximum, sum_exp, target_gap, None, None, mean)
     weights = packed[:, -1:]
     shortfall = next(columns) + weights * (maximum - _finite_or_zero(route, maxima))
-    return _merged(route, local, maximum, sum_exp, target_gap, route.total(shortfall), route.total(weights))
+    return _merged(route, local, maximum, sum_exp, target_gap, route.total(shortfall), route.total(weights), mean)
 
 
 def _merge_reduced(route: Any, local: ShardStatistics, group: Group) -> MergedStatistics:
@@ -151,6 +159,8 @@ def _merge_reduced(route: Any, local: ShardStatistics, group: Group) -> MergedSt
     terms = [local.sum_exp * route.exp(local.maximum - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)
+    if local.mean is not None:
+        terms.append(terms[0] * (local.mean + (_finite_or_zero(route, local.maximum) - maximum)))
     if local.shortfall is not None and local.weight_sum is not None:
         terms += [
             local.shortfall + local.weight_sum * (maximum - _finite_or_zero(route, local.maximum)),
@@ -161,9 +171,10 @@ def _merge_reduced(route: Any, local: ShardStatistics, group: Group) -> MergedSt
     sums = iter([packed[i * tokens : (i + 1) * tokens] for i in range(len(terms))])
     sum_exp = next(sums)
     target_gap = None if local.target_logit is None else maximum - next(sums)
+    mean = None if local.mean is None else next(sums) / sum_exp
     if local.shortfall is None:
-        return _merged(route, local, maximum, sum_exp, target_gap, None, None)
-    return _merged(route, local, maximum, sum_exp, target_gap, next(sums), packed[-1:])
+        return _merged(route, local, maximum, sum_exp, target_gap, None, None, mean)
+    return _merged(route, local, maximum, sum_exp, target_gap, next(sums), packed[-1:], mean)
 
 
 def _merged(
@@ -174,9 +185,10 @@ def _merged(
     target_gap: Vector | None,
     shortfall: Vector | None,
     weight_sum: Vector | None,
+    mean: Vector | None,
 ) -> MergedStatistics:
     share = local.sum_exp * route.exp(local.maximum - maximum) / sum_exp
-    return MergedStatistics(maximum, route.log(sum_exp), share, target_gap, shortfall, weight_sum)
+    return MergedStatistics(maximum, route.log(sum_exp), share, target_gap, shortfall, weight_sum, mean)
 
 
 def _finite_or_zero(route: Any, maximum: Vector) -> Vector:

@@ -27,25 +27,31 @@ class CrossEntropy(_Function):
         shard: ClassShard,
         weight: Tensor | None,
         options: LossOptions,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         loss, token_weight, state = kernels.distributed_nll_loss_forward(
             local_logits, dim, target, shard, weight, options
         )
         ctx.save_for_backward(local_logits)
         ctx.kernels, ctx.dim, ctx.state, ctx.spent = kernels, dim, state, False
         ctx.mark_non_differentiable(token_weight)
-        return loss, token_weight
+        # always as many, or backward loses count; what is not asked for is empty
+        return loss, token_weight, *kernels.more_outputs(state, target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor, *more: Tensor) -> Any:
         if ctx.spent:
             raise RuntimeError(
                 "cross_entropy(inplace=True) has overwritten the logits with their gradient; backward can run once"
             )
         ctx.spent = ctx.state.options.inplace
         (local_logits,) = ctx.saved_tensors
-        grad = ctx.kernels.fused_nll_log_softmax_backward(grad_loss, local_logits, ctx.dim, ctx.state)
-        return _differentiable_once("cross_entropy", grad, grad_loss, local_logits), *[None] * 6
+        options = ctx.state.options
+        grad_log_prob = more[0] if options.log_probs else None
+        grad_entropy = more[1] if options.entropy else None
+        grad = ctx.kernels.fused_nll_log_softmax_backward(
+            grad_loss, local_logits, ctx.dim, ctx.state, grad_log_prob, grad_entropy
+        )
+        return _differentiable_once("cross_entropy", grad, grad_loss, *more, local_logits), *[None] * 6
 
 
 class LogSoftmax(_Function):

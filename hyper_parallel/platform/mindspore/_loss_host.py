@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
+from hyper_parallel.platform.mindspore._entropy_term import LOWEST, EntropyTerm
 from hyper_parallel.platform.mindspore._host import BFLOAT16, to_host, to_tensor
 
 __all__ = ["HostRoute"]
@@ -66,6 +67,9 @@ class HostRoute:
     def statistics_dtype(self, x: Array) -> Any:
         return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
 
+    def copy(self, x: Array) -> Array:
+        return x.copy()
+
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.astype(dtype, copy=False)
 
@@ -93,14 +97,17 @@ class HostRoute:
     # -- rows ------------------------------------------------------------------------------------------------
 
     def row_statistics(
-        self, x: Array, dim: int, needed: Array | None, class_weight: Array | None
-    ) -> tuple[Array, Array, Array | None]:
-        """Per token the maximum m, ``sum_c exp(x_c - m)``, and for smoothing ``sum_c w_c (m - x_c)``."""
+        self, x: Array, dim: int, needed: Array | None, class_weight: Array | None, entropy: bool = False
+    ) -> tuple[Array, Array, Array | None, Array | None]:
+        """Per token the maximum m, ``sum_c exp(x_c - m)``, for smoothing ``sum_c w_c (m - x_c)``, and for the entropy
+        ``sum_c q_c (x_c - m)`` with q the softmax of these classes.
+        """
         dtype = self.statistics_dtype(x)
         tokens = math.prod(x.shape[:dim] + x.shape[dim + 1 :])
         maximum = np.full(tokens, -np.inf, dtype)
         sum_exp = np.zeros(tokens, dtype)
         shortfall = None if class_weight is None else np.zeros(tokens, dtype)
+        mean = np.zeros(tokens, dtype) if entropy else None
         skip = needed is not None and not needed.all()
         for start, stop, (rows,), buffer in _chunks(dim, x):
             if skip and needed is not None and not needed[start:stop].any():
@@ -108,9 +115,13 @@ class HostRoute:
             maximum[start:stop] = _relative_to_maximum(rows, buffer)
             if shortfall is not None:
                 shortfall[start:stop] = -(buffer @ class_weight)
+            centred = np.maximum(buffer, LOWEST) if mean is not None else None
             np.exp(buffer, out=buffer)
             sum_exp[start:stop] = _row_sums(buffer)
-        return maximum, sum_exp, shortfall
+            if mean is not None:
+                total = _row_sums(np.multiply(centred, buffer, out=centred))
+                mean[start:stop] = np.where(total == 0, 0, total / sum_exp[start:stop])
+        return maximum, sum_exp, shortfall, mean
 
     def at_index(self, x: Array, dim: int, index: Array) -> Array:
         """Per token ``x`` at its class ``index``, in the statistics' dtype; 0 where that is negative."""
@@ -132,20 +143,34 @@ class HostRoute:
         return out
 
     def gradient(
-        self, x: Array, dim: int, factor: Array, shift: Array | None, weight: Array | None, inplace: bool
+        self,
+        x: Array,
+        dim: int,
+        factor: Array,
+        shift: Array | None,
+        weight: Array | None,
+        inplace: bool,
+        entropy: EntropyTerm | None = None,
     ) -> Array:
-        """``factor exp(x_c - m) - shift w_c`` with the maximum m; rows whose factor is 0 are just ``- shift w_c``."""
+        """``factor exp(x_c - m) - shift w_c`` with the maximum m; rows whose factor is 0 are just ``- shift w_c``.
+
+        With ``entropy``, ``factor + entropy.factor log p_c`` in the place of ``factor``.
+        """
         out = x if inplace and x.flags.writeable else np.empty(x.shape, x.dtype)
         for start, stop, (rows, grads), buffer in _chunks(dim, x, out):
             scale = factor[start:stop]
             zero = scale == 0
+            slope = scale[:, None]
+            if entropy is not None:
+                zero = zero & (entropy.factor[start:stop] == 0)
+                slope = entropy.slope(_load(rows, buffer), slope, start, stop)
             target = grads if grads.dtype == buffer.dtype else buffer
             if zero.all():
                 target[...] = 0
             else:
                 _relative_to_maximum(rows, target, buffer)
                 np.exp(target, out=target)
-                np.multiply(target, scale[:, None], out=target)
+                np.multiply(target, slope, out=target)
                 if zero.any():
                     target[zero] = 0
             if shift is not None:

@@ -6,69 +6,25 @@ The formulas stand here and in ``_loss_exchange``, once; a route does the arithm
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import mindspore
 from mindspore import Tensor
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions
+from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions, TokenOutputs
 from hyper_parallel.platform.mindspore import _loss_facts as loss_facts
 from hyper_parallel.platform.mindspore import collectives
+from hyper_parallel.platform.mindspore._entropy_term import EntropyTerm
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore._loss_device import DeviceRoute
 from hyper_parallel.platform.mindspore._loss_exchange import ShardStatistics, merge_statistics
 from hyper_parallel.platform.mindspore._loss_functions import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.mindspore._loss_host import HostRoute
+from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
 from hyper_parallel.platform.mindspore._loss_targets import IGNORED, masked, place_targets, target_owner
 
 __all__ = ["LossState", "MindSporeLossKernels", "NllState"]
-
-Vector = Any
-"""One number a token: a NumPy array or a tensor, as the route has it."""
-
-
-@dataclass(frozen=True)
-class LossState:
-    """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token (fp64: 28).
-
-    Attributes:
-        slope: per token, A of kernel_spec times ``exp(m - lse)``, m being the maximum of this rank's logits.
-        target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
-        nll: per token, ``lse - x_y``.
-        lse: per token; only with z-loss.
-        weight: the caller's weights of all classes, or None.
-        smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
-    """
-
-    slope: Vector
-    target_index: Vector
-    nll: Vector
-    lse: Vector | None
-    weight: Vector | None
-    smoothing: Vector | None
-    shard: ClassShard
-    options: LossOptions
-
-
-@dataclass(frozen=True)
-class NllState:
-    """What the backward of nll_loss needs.
-
-    Attributes:
-        target_index: as in :class:`LossState`.
-        token_weight: ``w_y`` of each token.
-        shape: of the log-probabilities.
-        dim: their class dim.
-        like: something of their dtype.
-    """
-
-    target_index: Vector
-    token_weight: Vector
-    shape: tuple[int, ...]
-    dim: int
-    like: Any
-
 
 class MindSporeLossKernels(LossKernels):
     """The kernels, under autograd, on CPU and accelerators.
@@ -95,7 +51,7 @@ class MindSporeLossKernels(LossKernels):
             local_logits = local_logits.astype(dtype)
         return LogSoftmax.apply(local_logits, self, dim, shard, dtype)
 
-    def cross_entropy(
+    def token_outputs(
         self,
         local_logits: Tensor,
         dim: int,
@@ -103,10 +59,24 @@ class MindSporeLossKernels(LossKernels):
         shard: ClassShard,
         weight: Tensor | None,
         options: LossOptions,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> TokenOutputs:
         self._ensure_valid("cross_entropy", local_logits, dim, target, shard, weight, options)
-        loss, token_weight = CrossEntropy.apply(local_logits, self, dim, target, shard, weight, options)
-        return loss, token_weight
+        found = CrossEntropy.apply(local_logits, self, dim, target, shard, weight, options)
+        loss, token_weight, log_prob, entropy = found
+        # times 1: a custom node that takes a later output of another one as it is cannot be differentiated
+        return TokenOutputs(
+            loss, token_weight, log_prob * 1 if options.log_probs else None, entropy * 1 if options.entropy else None
+        )
+
+    def more_outputs(self, state: LossState, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """``log p_y`` and the entropy of each token; a zero where not asked for."""
+        route, nll = self.route, state.nll
+        log_prob = entropy = route.full(1, 0.0, nll.dtype)
+        if state.options.log_probs:
+            log_prob = masked(route, -nll, state.target_index != IGNORED, None, nll.dtype).reshape(shape)
+        if state.entropy is not None:
+            entropy = state.entropy.reshape(shape)
+        return route.leave(log_prob), route.leave(route.copy(entropy))
 
     def nll_loss(
         self,
@@ -129,7 +99,7 @@ class MindSporeLossKernels(LossKernels):
         route = self.route
         with route.quietly():
             x = route.enter(local_logits)
-            maximum, sum_exp, _ = route.row_statistics(x, dim, None, None)
+            maximum, sum_exp, _, _ = route.row_statistics(x, dim, None, None)
             total = merge_statistics(route, ShardStatistics(maximum, sum_exp), shard.group)
             log_probs = route.log_probs(x, dim, total.reference, total.log_sum_exp, dtype)
             return route.leave(log_probs), route.leave(total.share)
@@ -156,13 +126,14 @@ class MindSporeLossKernels(LossKernels):
             if smoothing:
                 ones = route.full(shard.stop - shard.start, 1.0, dtype)
                 class_weight = ones if weights is None else weights[shard.start : shard.stop]
-            maximum, sum_exp, shortfall = route.row_statistics(x, dim, kept, class_weight)
+            maximum, sum_exp, shortfall, mean = route.row_statistics(x, dim, kept, class_weight, options.entropy)
             local = ShardStatistics(
                 maximum,
                 sum_exp,
                 route.at_index(x, dim, index),
                 shortfall,
                 None if class_weight is None else class_weight.sum(),
+                mean,
             )
             owner = target_owner(labels, shard) if route.on_host else None
             total = merge_statistics(route, local, shard.group, owner=owner)
@@ -189,8 +160,14 @@ class MindSporeLossKernels(LossKernels):
             outside = kept & ((labels < 0) | (labels >= shard.num_classes))
             loss = masked(route, loss, kept, outside, dtype)  # unvalidated: let it be seen
             slope = masked(route, slope * scale, kept, outside, dtype)
+            nll = route.cast(route.where(outside, math.nan, nll), dtype)
             kept_weight = None if weight is None else route.enter(weight)
-            state = LossState(slope, index, nll, lse, kept_weight, uniform, shard, options)
+            wanted = options.log_probs or options.entropy
+            more: list[Any] = [masked(route, scale, kept, None, dtype) if wanted else None]
+            if total.mean is not None:
+                entropy = masked(route, total.log_sum_exp - total.mean, kept, None, dtype)
+                more += [entropy, total.reference, total.log_sum_exp]
+            state = LossState(slope, index, nll, lse, kept_weight, uniform, shard, options, *more)
             return (
                 route.leave(loss.reshape(target.shape)),
                 route.leave(token_weight.reshape(target.shape)),
@@ -198,14 +175,19 @@ class MindSporeLossKernels(LossKernels):
             )
 
     def fused_nll_log_softmax_backward(
-        self, grad_loss: Tensor, local_logits: Tensor, dim: int, state: LossState
+        self,
+        grad_loss: Tensor,
+        local_logits: Tensor,
+        dim: int,
+        state: LossState,
+        grad_log_prob: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
     ) -> Tensor:
         route = self.route
         with route.quietly():
             x = route.enter(local_logits)
             dtype = state.slope.dtype
-            upstream = route.cast(route.enter(grad_loss).reshape(-1), dtype)
-            upstream = masked(route, upstream, state.target_index != IGNORED, None, dtype)
+            upstream = of_kept(route, grad_loss, state)
             shift = None
             if state.smoothing is not None:
                 factor = state.options.label_smoothing / max(state.shard.num_classes, 1)
@@ -213,8 +195,18 @@ class MindSporeLossKernels(LossKernels):
             weight = None
             if state.weight is not None:
                 weight = route.cast(state.weight[state.shard.start : state.shard.stop], dtype)
-            grad = route.gradient(x, dim, upstream * state.slope, shift, weight, state.options.inplace)
-            at_target = upstream * _target_slope(route, state, weight)
+            factor, at_target = upstream * state.slope, upstream * target_slope(route, state, weight)
+            if grad_log_prob is not None:
+                given = of_kept(route, grad_log_prob, state)
+                factor = factor - given * state.scale
+                at_target = at_target - given * route.expm1(-state.nll)
+            entropy = None
+            if grad_entropy is not None:
+                given = of_kept(route, grad_entropy, state)
+                entropy = EntropyTerm(-given * state.scale, state.reference, state.log_sum_exp)
+                factor = factor + entropy.factor * state.entropy
+                at_target = at_target + given * route.exp(-state.nll) * (state.nll - state.entropy)
+            grad = route.gradient(x, dim, factor, shift, weight, state.options.inplace, entropy)
             grad = route.put_at_index(grad, dim, state.target_index, at_target)
             return local_logits if grad is x else route.leave(grad)
 
@@ -277,24 +269,3 @@ class MindSporeLossKernels(LossKernels):
     _describe = staticmethod(loss_facts.describe)  # type: ignore[assignment]
     _read_values = staticmethod(loss_facts.read_values)  # type: ignore[assignment]
     _exchange_headers = staticmethod(loss_facts.exchange_headers)  # type: ignore[assignment]
-
-
-def _target_slope(route: Any, state: LossState, weight: Vector | None) -> Vector:
-    """Per token, where the target's class is here, ``A p_y - B - e/V w_y``.
-
-    Computed as ``B (p_y - 1) + (A - B) p_y - e/V w_y``: ``p_y - 1`` comes from nll without cancelling where p_y is
-    close to 1.
-    """
-    options = state.options
-    smoothing, dtype = options.label_smoothing, state.slope.dtype
-    target_weight: Any = route.number(1.0, dtype)
-    if weight is not None and state.shard.stop > state.shard.start:
-        last = state.shard.stop - state.shard.start - 1
-        target_weight = route.take(weight, route.clip(state.target_index, 0, last))
-    slope = route.number(1.0 - smoothing, dtype) * target_weight * route.expm1(-state.nll)
-    if state.smoothing is not None:
-        slope = slope + state.smoothing * route.exp(-state.nll)
-        slope = slope - route.number(smoothing / max(state.shard.num_classes, 1), dtype) * target_weight
-    if state.lse is not None:
-        slope = slope + 2.0 * route.number(options.z_loss, dtype) * state.lse * route.exp(-state.nll)
-    return slope

@@ -43,6 +43,8 @@ class MergedStatistics:
     """``sum_c w_c (reference - x_c)``."""
     weight_sum: torch.Tensor | None
     """``sum_c w_c``."""
+    mean: torch.Tensor | None = None
+    """``sum_c p_c (x_c - reference)``."""
 
 
 def merge_statistics(
@@ -69,7 +71,7 @@ def merge_statistics(
     if strategy == "reduce":
         return _merge_reduced(local, group)
     # reading whether the gap is large would synchronise an accelerator
-    if owner is not None and local.shortfall is None and owner.device.type == "cpu":
+    if owner is not None and local.shortfall is None and local.mean is None and owner.device.type == "cpu":
         merged = _merge_relative_to_target(local, group, owner)
         if merged is not None:
             return merged
@@ -105,7 +107,7 @@ def _pack(local: ShardStatistics) -> torch.Tensor:
 
 def _vectors(local: ShardStatistics) -> list[torch.Tensor]:
     """The statistics that are there."""
-    vectors = (local.maximum, local.sum_exp, local.target_logit, local.shortfall)
+    vectors = (local.maximum, local.sum_exp, local.target_logit, local.mean, local.shortfall)
     return [vector for vector in vectors if vector is not None]
 
 
@@ -117,11 +119,15 @@ def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStati
     maximum = maxima.amax(0)
     sum_exp = (sums * torch.exp(maxima - maximum)).sum(0)
     target_gap = None if local.target_logit is None else maximum - next(columns).sum(0)
+    mean = None
+    if local.mean is not None:
+        shares = sums * torch.exp(maxima - maximum) / sum_exp
+        mean = (shares * (next(columns) + (finite_or_zero(maxima) - maximum))).sum(0)
     if local.shortfall is None:
-        return _merged(local, maximum, sum_exp, target_gap, None, None)
+        return _merged(local, maximum, sum_exp, target_gap, None, None, mean)
     weights = packed[:, -1:]
     shortfall = next(columns) + weights * (maximum - finite_or_zero(maxima))
-    return _merged(local, maximum, sum_exp, target_gap, shortfall.sum(0), weights.sum())
+    return _merged(local, maximum, sum_exp, target_gap, shortfall.sum(0), weights.sum(), mean)
 
 
 def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
@@ -130,6 +136,8 @@ def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
     terms = [local.sum_exp * torch.exp(local.maximum - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)
+    if local.mean is not None:
+        terms.append(terms[0] * (local.mean + (finite_or_zero(local.maximum) - maximum)))
     if local.shortfall is not None and local.weight_sum is not None:
         terms += [
             local.shortfall + local.weight_sum * (maximum - finite_or_zero(local.maximum)),
@@ -139,9 +147,10 @@ def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
     sums = iter(packed.split([term.numel() for term in terms]))
     sum_exp = next(sums)
     target_gap = None if local.target_logit is None else maximum - next(sums)
+    mean = None if local.mean is None else next(sums) / sum_exp
     if local.shortfall is None:
-        return _merged(local, maximum, sum_exp, target_gap, None, None)
-    return _merged(local, maximum, sum_exp, target_gap, next(sums), next(sums)[0])
+        return _merged(local, maximum, sum_exp, target_gap, None, None, mean)
+    return _merged(local, maximum, sum_exp, target_gap, next(sums), next(sums)[0], mean)
 
 
 def _merged(
@@ -151,6 +160,7 @@ def _merged(
     target_gap: torch.Tensor | None,
     shortfall: torch.Tensor | None,
     weight_sum: torch.Tensor | None,
+    mean: torch.Tensor | None,
 ) -> MergedStatistics:
     share = local.sum_exp * torch.exp(local.maximum - maximum) / sum_exp
-    return MergedStatistics(maximum, sum_exp.log(), share, target_gap, shortfall, weight_sum)
+    return MergedStatistics(maximum, sum_exp.log(), share, target_gap, shortfall, weight_sum, mean)

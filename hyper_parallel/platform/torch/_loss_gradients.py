@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.torch._huge_pages import empty_like
+from hyper_parallel.platform.torch._loss_entropy import EntropyRows
 from hyper_parallel.platform.torch._loss_rows import (
     Chunk,
     chunks,
+    exp_rows,
     softmax_rows,
     statistics_dtype,
     zero_rows,
@@ -21,47 +25,102 @@ __all__ = ["LossState", "cross_entropy_grad", "log_softmax_grad", "sum_over_clas
 
 @dataclass(frozen=True)
 class LossState:
-    """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token (fp64: 28).
+    """What the backward of cross-entropy needs besides the logits: 16 bytes a token (fp64: 28), 20 with z-loss.
+
+    Probabilities are ``p_c = unit exp(x_c - anchor)``.
 
     Attributes:
-        slope: per token, A of kernel_spec times this rank's share of the probabilities.
+        slope: per token, A of kernel_spec times the unit.
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
+        anchor: per token, the largest of this rank's logits (0 for -inf).
         lse: per token; only with z-loss.
         weight: the weights of all classes, or None.
         smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
+        unit: per token, ``exp(anchor - lse)``; only with log-probabilities or entropy.
+        entropy, reference, log_sum_exp: per token the entropy and, in two parts, the log-sum-exp; only with entropy.
     """
 
     slope: torch.Tensor
     target_index: torch.Tensor
     nll: torch.Tensor
+    anchor: torch.Tensor
     lse: torch.Tensor | None
     weight: torch.Tensor | None
     smoothing: torch.Tensor | None
     shard: ClassShard
     options: LossOptions
+    unit: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    log_sum_exp: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What autograd has to keep, beside the weights."""
+        own = (self.slope, self.target_index, self.nll, self.anchor, self.lse)
+        return (*own, self.unit, self.entropy, self.reference, self.log_sum_exp)
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor | None],
+        weight: torch.Tensor | None,
+        smoothing: torch.Tensor | None,
+        shard: ClassShard,
+        options: LossOptions,
+    ) -> LossState:
+        """From what :attr:`tensors` gave."""
+        slope, index, nll, anchor, lse, *more = tensors
+        assert slope is not None and index is not None and nll is not None and anchor is not None
+        return cls(slope, index, nll, anchor, lse, weight, smoothing, shard, options, *more)
 
 
 def cross_entropy_grad(
-    grad_loss: torch.Tensor, logits: torch.Tensor, dim: int, state: LossState
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    dim: int,
+    state: LossState,
+    grad_log_prob: torch.Tensor | None = None,
+    grad_entropy: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``g (A p_c - B [c = y] - e/V w_c)``, rounded once to the logits' dtype; of ignored tokens exactly 0."""
-    upstream = torch.where(state.target_index == IGNORED, 0.0, grad_loss.reshape(-1).to(state.slope.dtype))
+    """``g (A p_c - B [c = y] - e/V w_c)``, rounded once to the logits' dtype; of ignored tokens exactly 0.
+
+    To it come the gradients of ``log p_y`` and of the entropy, where there are any.
+    """
+    upstream = _of_kept(grad_loss, state)
     weight = _local_weight(state)
     factor = state.options.label_smoothing / max(state.shard.num_classes, 1)
     shift = None if state.smoothing is None else upstream * factor
-    out = logits if state.options.inplace and _writable(logits) else torch.empty_like(logits)
-    scale = _RowScale(upstream * state.slope, logits)
+    out = logits if state.options.inplace and _writable(logits) else empty_like(logits)
+    factor_p, at_target = upstream * state.slope, upstream * _target_slope(state, weight)
+    if grad_log_prob is not None and state.unit is not None:
+        given = _of_kept(grad_log_prob, state)
+        factor_p = factor_p - given * state.unit
+        at_target = at_target - given * torch.expm1(-state.nll)
+    entropy = None
+    if grad_entropy is not None:
+        entropy = EntropyRows(_of_kept(grad_entropy, state), state)
+        factor_p = factor_p + entropy.constant
+        at_target = at_target + entropy.at_target
+    scale = _RowScale(factor_p, logits, state.anchor)
     for chunk in chunks(dim, logits, out):
         rows, grads = chunk.rows
-        if shift is None:
-            scale.softmax(chunk, rows, out=grads)
+        if entropy is not None:
+            entropy.exp_times_slope(chunk, rows, factor_p)
+            if shift is not None:
+                row_shift = shift[chunk.start : chunk.stop, None]
+                chunk.buffer.sub_(row_shift if weight is None else row_shift * weight)
+            grads.copy_(chunk.buffer)
             continue
-        scale.softmax(chunk, rows, out=chunk.buffer)
+        if shift is None:
+            scale.probabilities(chunk, rows, out=grads)
+            continue
+        scale.probabilities(chunk, rows, out=chunk.buffer)
         row_shift = shift[chunk.start : chunk.stop, None]
         chunk.buffer.sub_(row_shift if weight is None else row_shift * weight)
         grads.copy_(chunk.buffer)
-    put_at_index(out, dim, state.target_index, upstream * _target_slope(state, weight))
+    put_at_index(out, dim, state.target_index, at_target)
     return out
 
 
@@ -69,11 +128,11 @@ def log_softmax_grad(
     grad: torch.Tensor, grad_sum: torch.Tensor, logits: torch.Tensor, dim: int, share: torch.Tensor
 ) -> torch.Tensor:
     """``g_c - p_c grad_sum``, where ``grad_sum`` is the sum of g over the classes of all ranks."""
-    out = torch.empty_like(logits)
+    out = empty_like(logits)
     scale = _RowScale(grad_sum * share, logits)
     for chunk in chunks(dim, logits, grad, out):
         rows, upstream, grads = chunk.rows
-        scale.softmax(chunk, rows, out=chunk.buffer)
+        scale.probabilities(chunk, rows, out=chunk.buffer)
         grads.copy_(torch.sub(upstream, chunk.buffer, out=chunk.buffer))
     return out
 
@@ -87,24 +146,29 @@ def sum_over_classes(x: torch.Tensor, dim: int, tokens: int) -> torch.Tensor:
 
 
 class _RowScale:
-    """Multiplies the local softmax by a factor a row; where that is 0 the row is 0, whatever its logits are.
+    """Multiplies ``exp(x - anchor)``, or without an anchor the local softmax, by a factor a row.
 
-    Such rows are those of ignored tokens, and those whose local logits are all -inf, where softmax gives NaN.
+    Where the factor is 0 the row is 0, whatever its logits are: that of an ignored token, or one of nothing but -inf,
+    where softmax gives NaN.
     """
 
-    def __init__(self, factor: torch.Tensor, logits: torch.Tensor) -> None:
+    def __init__(self, factor: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor | None = None) -> None:
+        self._anchor = anchor
         self._factor = factor[:, None]
         self._zero = factor == 0
         self._on_cpu = logits.device.type == "cpu"
         self._any_zero = not self._on_cpu or bool(self._zero.any())
 
-    def softmax(self, chunk: Chunk, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """``out = softmax(rows) * factor``; the chunk's buffer is overwritten."""
+    def probabilities(self, chunk: Chunk, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` = the rows' exponentials times the factor; the chunk's buffer is overwritten."""
         zero = self._zero[chunk.start : chunk.stop]
         if self._any_zero and self._on_cpu and bool(zero.all()):
             out.zero_()
             return
-        softmax_rows(rows, chunk.buffer)
+        if self._anchor is None:
+            softmax_rows(rows, chunk.buffer)
+        else:
+            exp_rows(rows, self._anchor[chunk.start : chunk.stop], chunk.buffer)
         if out.dtype == chunk.buffer.dtype:
             torch.mul(chunk.buffer, self._factor[chunk.start : chunk.stop], out=out)
         else:
@@ -131,6 +195,11 @@ def _target_slope(state: LossState, weight: torch.Tensor | None) -> torch.Tensor
     if state.lse is not None:
         slope = slope + 2.0 * state.options.z_loss * state.lse * torch.exp(-state.nll)
     return slope
+
+
+def _of_kept(grad: torch.Tensor, state: LossState) -> torch.Tensor:
+    """An upstream gradient per token, 0 where ignored."""
+    return torch.where(state.target_index == IGNORED, 0.0, grad.reshape(-1).to(state.slope.dtype))
 
 
 def _local_weight(state: LossState) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Chunk", "autocast_off", "chunks", "matrices", "softmax_rows", "statistics_dtype", "zero_rows"]
+__all__ = ["Chunk", "autocast_off", "chunks", "exp_rows", "load_rows", "matrices", "softmax_rows", "statistics_dtype", "zero_rows"]
 
 # Bytes of one chunk in fp32. On CPU it is a thread's share, so that a chunk stays in a core's L2 cache from
 # the first pass over it to the last (256 KiB to 4 MiB measure alike). On accelerators a chunk bounds the
@@ -73,12 +73,21 @@ def chunks(dim: int, *tensors: torch.Tensor) -> Iterator[Chunk]:
             yield Chunk(first + start, first + stop, tuple(matrix[start:stop] for matrix in group), buffer)
 
 
-def softmax_rows(chunk: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = softmax(chunk)`` along the classes, in ``out``'s dtype: one fused pass.
+def load_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The rows in ``out``'s dtype: themselves where they have it, else a copy in ``out``.
 
-    Of the ways to get at a row's statistics this kernel is the fastest on CPU: four times as fast as
-    ``logsumexp``.
+    Arithmetic on two dtypes at once is several times slower on CPU than a conversion and then arithmetic on one.
     """
+    return rows if rows.dtype == out.dtype else out.copy_(rows)
+
+
+def exp_rows(rows: torch.Tensor, anchor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out = exp(rows - anchor)`` for a finite anchor a row; ``rows`` may be ``out``."""
+    return torch.sub(load_rows(rows, out), anchor[:, None], out=out).exp_()
+
+
+def softmax_rows(chunk: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = softmax(chunk)`` along the classes, in ``out``'s dtype."""
     if out.is_contiguous():
         torch.softmax(chunk, 1, dtype=out.dtype, out=out)
     else:

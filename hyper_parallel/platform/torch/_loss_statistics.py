@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel.platform.torch._loss_rows import chunks, softmax_rows, statistics_dtype
+from hyper_parallel.platform.torch._loss_entropy import expectation
+from hyper_parallel.platform.torch._loss_rows import chunks, exp_rows, load_rows, statistics_dtype
 from hyper_parallel.platform.torch._loss_targets import at_index
 
 __all__ = ["ShardStatistics", "finite_or_zero", "shard_statistics"]
+
 
 @dataclass(frozen=True)
 class ShardStatistics:
@@ -25,6 +27,8 @@ class ShardStatistics:
     """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
     weight_sum: torch.Tensor | None = None
     """For smoothing: ``sum_c w_c``, one number."""
+    mean: torch.Tensor | None = None
+    """For the entropy: ``sum_c q_c (x_c - a)`` with q the softmax of these classes and a as above."""
 
 
 def shard_statistics(
@@ -34,6 +38,7 @@ def shard_statistics(
     target_index: torch.Tensor | None = None,
     needed: torch.Tensor | None = None,
     class_weight: torch.Tensor | None = None,
+    entropy: bool = False,
 ) -> ShardStatistics:
     """One pass over this rank's logits.
 
@@ -42,29 +47,35 @@ def shard_statistics(
             not.
         needed: which tokens matter; on CPU, chunks of tokens that do not are skipped.
         class_weight: ``w_c`` of the local classes, when the smoothing terms are wanted.
+        entropy: whether what the entropy needs is wanted.
     """
     dtype = statistics_dtype(logits)
     tokens = math.prod(logits.shape[:dim] + logits.shape[dim + 1 :])
     maximum = logits.new_full((tokens,), -math.inf, dtype=dtype)
-    peak = torch.full_like(maximum, math.inf)
+    sum_exp = torch.zeros_like(maximum)
     shortfall = None if class_weight is None else torch.zeros_like(maximum)
+    mean = torch.zeros_like(maximum) if entropy else None
     skip = needed is not None and needed.device.type == "cpu" and not bool(needed.all())
     for start, stop, (rows,), buffer in chunks(dim, logits):
         if skip and needed is not None and not bool(needed[start:stop].any()):
             continue
-        softmax_rows(rows, buffer)
-        maximum[start:stop] = rows.amax(1)
-        torch.amax(buffer, 1, out=peak[start:stop])
+        loaded = load_rows(rows, buffer)
+        torch.amax(loaded, 1, out=maximum[start:stop])
+        anchor = finite_or_zero(maximum[start:stop])
+        exp_rows(loaded, anchor, buffer)
+        torch.sum(buffer, 1, out=sum_exp[start:stop])
+        if mean is not None:
+            mean[start:stop] = expectation(buffer, rows, anchor) / sum_exp[start:stop]
         if shortfall is not None and class_weight is not None:
-            torch.sub(finite_or_zero(maximum[start:stop])[:, None], rows, out=buffer)
+            torch.sub(anchor[:, None], rows, out=buffer)
             torch.sum(buffer.mul_(class_weight), 1, out=shortfall[start:stop])
     return ShardStatistics(
         maximum,
-        # the largest softmax value is exp(0) / sum_exp; a row of nothing but -inf has none, and sums up to 0
-        torch.where(maximum == -math.inf, 0.0, peak.reciprocal()),
+        sum_exp,
         None if target_index is None else at_index(logits, dim, target_index),
         shortfall,
         None if class_weight is None else class_weight.sum(),
+        None if mean is None else torch.where(maximum == -math.inf, 0.0, mean),
     )
 
 

@@ -74,6 +74,8 @@ class TorchPlatform(Platform):
         return mine or Group((own_rank,), None, 0)
 
     def adopt_group(self, group: Any) -> Group:
+        if isinstance(group, dist.DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"expected a torch.distributed process group, found {type(group).__name__}")
         ranks = tuple(dist.get_process_group_ranks(group))

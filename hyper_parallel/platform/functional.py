@@ -1,0 +1,92 @@
+"""What a backend owes the losses that are called by name (:mod:`hyper_parallel.loss_parallel.functional`)."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.platform import Group, Tensor
+
+if TYPE_CHECKING:
+    from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions, TokenOutputs
+
+__all__ = ["FindShard", "LinearLoss", "LossFunctions", "get_loss_functions"]
+
+FindShard = Callable[[int, "Group | None", "int | None", Tensor], "ClassShard"]
+"""``(width, group, num_classes, like) -> ClassShard``: which classes this rank holds; may run a collective."""
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """How :meth:`LossFunctions.linear_loss` computes.
+
+    Attributes:
+        shard: the classes of this rank's rows of the weight.
+        options: of the loss.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``.
+        softcap: ``logits = softcap * tanh(logits / softcap)``; None: as they are.
+        chunk_size: tokens in a chunk; None: so many that a chunk's logits take about 32 MiB in fp32 on CPU, 512 MiB
+            elsewhere.
+        pieces: where the hidden states' dim 0 is cut over the ranks (sequence parallelism), the tokens of each rank.
+    """
+
+    shard: ClassShard
+    options: LossOptions
+    reduction: str
+    softcap: float | None = None
+    chunk_size: int | None = None
+    pieces: tuple[int, ...] | None = None
+
+
+class LossFunctions(ABC):
+    """Differentiable functions on plain local tensors."""
+
+    def token_outputs(
+        self,
+        local_logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        group: Group | None,
+        num_classes: int | None,
+        options: LossOptions,
+        find_shard: FindShard,
+    ) -> TokenOutputs:
+        """:meth:`LossKernels.token_outputs` on logits ``[..., V_local]`` of the classes that ``find_shard`` finds."""
+        platform = get_platform()
+        shape = platform.shape(local_logits)
+        dim = max(len(shape) - 1, 0)
+        shard = find_shard(shape[dim] if shape else 0, group, num_classes, local_logits)
+        return platform.loss_kernels.token_outputs(local_logits, dim, target, shard, weight, options)
+
+    @abstractmethod
+    def linear_loss(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss
+    ) -> Tensor:
+        """The loss of ``hidden @ weight.T + bias`` (``[tokens, H]``, ``[V_local, H]``, ``[V_local]``), chunk by chunk.
+
+        Gradients of the weight and the bias are added up in fp32, that of ``hidden`` is summed over the ranks in fp32.
+        """
+
+    @abstractmethod
+    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The ``k`` largest of the last dim, descending, and their places (int64); the first one among equals first.
+
+        NaN is larger than anything. Not differentiable.
+        """
+
+    @abstractmethod
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
+        """``x`` at places along the last dim; differentiable in ``x``."""
+
+
+@lru_cache(maxsize=1)
+def get_loss_functions() -> LossFunctions:
+    """Those of this process's platform."""
+    module = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}.functional")
+    functions: LossFunctions = module.create_loss_functions()
+    return functions

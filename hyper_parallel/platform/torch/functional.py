@@ -1,0 +1,52 @@
+"""The losses called by name in PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from hyper_parallel.loss_parallel.kernel_spec import LossOptions, TokenOutputs
+from hyper_parallel.platform.functional import FindShard, LinearLoss, LossFunctions
+from hyper_parallel.platform.platform import Group
+from hyper_parallel.platform.torch import _loss_ops as loss_ops
+from hyper_parallel.platform.torch._largest import largest
+
+__all__ = ["TorchLossFunctions", "create_loss_functions"]
+
+
+def create_loss_functions() -> LossFunctions:
+    """Build them."""
+    return TorchLossFunctions()
+
+
+class TorchLossFunctions(LossFunctions):
+    """On any device; under ``torch.compile`` as operators that the compiler does not look into."""
+
+    def token_outputs(
+        self,
+        local_logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: Group | None,
+        num_classes: int | None,
+        options: LossOptions,
+        find_shard: FindShard,
+    ) -> TokenOutputs:
+        if torch.compiler.is_compiling():
+            return loss_ops.token_outputs(local_logits, target, weight, group, num_classes, options)
+        return super().token_outputs(local_logits, target, weight, group, num_classes, options, find_shard)
+
+    def linear_loss(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        loss: LinearLoss,
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def largest(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return largest(x, k)
+
+    def take(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, index)
