@@ -25,7 +25,10 @@ from hyper_parallel.trainer.worker import run_guarded
 
 __all__ = ["DoctorOptions", "run"]
 
-_PACKAGES = ("numpy", "torch", "mindspore", "PyYAML", "tyro", "tqdm", "safetensors")
+_PACKAGES = (
+    *("numpy", "torch", "mindspore", "PyYAML", "tyro", "tqdm", "safetensors"),
+    *("tokenizers", "tensorboard", "matplotlib"),
+)
 
 Check = Callable[[Platform, Group], tuple[np.ndarray, np.ndarray]]
 """What came back from a collective, and what should have."""

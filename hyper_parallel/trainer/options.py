@@ -119,7 +119,7 @@ class ValidationOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Train a Llama on text, byte by byte, with the last layer and its loss shared between ranks."""
+    """Train a Llama on text, with the last layer and its loss shared between ranks."""
 
     data: Path | None = None
     """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""

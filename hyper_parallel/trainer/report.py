@@ -17,6 +17,8 @@ _INSTALL = "install it with: pip install 'hyper_parallel[watch]'"
 
 def missing_packages(options: TrainOptions) -> str | None:
     """What has to be installed for these options, in words; None: nothing."""
+    if find_spec(options.backend) is None:
+        return f"{options.backend} is not installed; install it with: pip install 'hyper_parallel[{options.backend}]'"
     if options.metrics.enable_tensorboard and find_spec("tensorboard") is None:
         return f"metrics.enable_tensorboard needs the package 'tensorboard'; {_INSTALL}"
     return None

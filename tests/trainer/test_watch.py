@@ -101,8 +101,13 @@ def test_without_matplotlib_there_is_a_note_and_no_stale_picture(
 
 def test_missing_packages_are_told_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parse_train_options(["--metrics.enable-tensorboard"])
+    installed = {"torch", "tensorboard"}
+    monkeypatch.setattr("hyper_parallel.trainer.report.find_spec", lambda name: name if name in installed else None)
     assert missing_packages(options) is None and missing_packages(TrainOptions()) is None
-    monkeypatch.setattr("hyper_parallel.trainer.report.find_spec", lambda name: None)
+    installed.remove("torch")
+    expected = "torch is not installed; install it with: pip install 'hyper_parallel[torch]'"
+    assert missing_packages(TrainOptions()) == expected
+    installed.symmetric_difference_update({"torch", "tensorboard"})
     assert missing_packages(TrainOptions()) is None
     assert "enable_tensorboard needs the package 'tensorboard'; install it with" in str(missing_packages(options))
 
