@@ -1,0 +1,1 @@
+"""Measurements beside other libraries: ``python -m benchmarks --help`` from the repository root."""

@@ -1,0 +1,28 @@
+"""The time below which no implementation can be: the bytes that must move, at the bandwidth of a copy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["copy_bandwidth", "least_bytes"]
+
+
+def copy_bandwidth(like: torch.Tensor, barrier: Callable[[], None], repetitions: int = 5) -> float:
+    """Bytes a second, read and written, of a copy of ``like`` into memory that is there, on all ranks at once."""
+    out = torch.zeros_like(like)
+    seconds = []
+    for _ in range(repetitions + 1):
+        barrier()
+        start = time.perf_counter()
+        out.copy_(like)
+        seconds.append(time.perf_counter() - start)
+    return 2 * like.numel() * like.element_size() / statistics.median(seconds[1:])
+
+
+def least_bytes(logits_bytes: int) -> dict[str, int]:
+    """The forward has to read the logits; the backward reads them again and writes the gradient."""
+    return {"forward": logits_bytes, "backward": 2 * logits_bytes, "both": 3 * logits_bytes}

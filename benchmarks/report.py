@@ -1,0 +1,76 @@
+"""What was measured, as text for a terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.fit import exponent
+from benchmarks.limit import least_bytes
+
+__all__ = ["case_title", "fitted_exponents", "markdown", "simple_table"]
+
+Case = dict[str, Any]
+
+
+def case_title(case: Case) -> str:
+    """In words."""
+    return f"{case['dtype']}, {case['tokens']} tokens x {case['classes']} classes, {case['size']} ranks"
+
+
+def markdown(cases: list[Case]) -> str:
+    """A table for each case: times as they were, and how often the fastest of ours fits into each."""
+    return "\n\n".join("\n".join(_table(case)) for case in cases)
+
+
+def _table(case: Case) -> Iterator[str]:
+    least, bandwidth = least_bytes(case["logits_bytes"]), case["bandwidth"]
+    limit = {part: size / bandwidth for part, size in least.items()}
+    yield f"**{case_title(case)}**"
+    yield ""
+    yield "| | forward ms | backward ms | both ms | times ours | times the limit | peak memory | collectives | sent |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---|---:|"
+    ours = case["losses"].get("ours: functional") or next(iter(case["losses"].values()))
+    for name, loss in case["losses"].items():
+        times = " | ".join(f"{loss[part] * 1e3:.1f}" for part in ("forward", "backward", "both"))
+        peak = "unknown" if loss["peak_bytes"] is None else f"{loss['peak_bytes'] / case['logits_bytes']:.2f}"
+        collectives = ", ".join(f"{count} {what}" for what, count in loss["collectives"].items())
+        yield (
+            f"| {name} | {times} | {loss['both'] / ours['both']:.2f} | {loss['both'] / limit['both']:.1f} | {peak} "
+            f"| {collectives} | {_bytes(loss['bytes_sent'])} |"
+        )
+    for name, why in case["missing"].items():
+        yield f"| {name} | {why} | | | | | | | |"
+    milliseconds = " | ".join(f"{limit[part] * 1e3:.1f}" for part in ("forward", "backward", "both"))
+    yield f"| *limit: a copy moves {bandwidth / 1e9:.1f} GB/s on each rank* | {milliseconds} | | 1.0 | | | |"
+
+
+def simple_table(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys."""
+    if not rows:
+        return ""
+    heads = list(rows[0])
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def fitted_exponents(cases: list[Case]) -> dict[str, float]:
+    """How time grows with tokens and with local classes (1: in proportion)."""
+
+    def cost(case: Case) -> float:
+        return float(next(iter(case["losses"].values()))["both"])
+
+    tokens = [c for c in cases if c["classes"] == 32768]
+    classes = sorted((c for c in cases if c["tokens"] == 256), key=lambda c: c["classes"])
+    return {
+        "tokens": exponent([c["tokens"] for c in tokens], [cost(c) for c in tokens]),
+        "local classes": exponent([c["classes"] for c in classes], [cost(c) for c in classes]),
+    }
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,112 @@
+"""The class-sharded losses of PyTorch side by side, in one process group: time, memory, traffic, the same values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.limit import copy_bandwidth
+from benchmarks.memory import peak_extra_bytes
+from benchmarks.timing import Clock, interleave
+from benchmarks.torch_losses import Loss, Setting, available_losses
+from benchmarks.traffic import TrafficMeter
+
+__all__ = ["run"]
+
+
+def run(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """``options``: cases as dicts of ``dtype``, ``tokens``, ``classes``, ``only`` (names, or None), ``repetitions``."""
+    return [_run_case(case) for case in options["cases"]]
+
+
+class Produced(torch.autograd.Function):
+    """Logits as a last layer would leave them: computed, so that in-place losses may overwrite them."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, logits: torch.Tensor, taken: list[torch.Tensor]) -> torch.Tensor:
+        ctx.taken = taken
+        # the same memory, but no view: nothing that writes into it may notice a base
+        return logits.new_empty(0).set_(logits.untyped_storage(), 0, logits.shape, logits.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.taken.append(grad)
+        return None, None, None
+
+
+def _run_case(case: dict[str, Any]) -> dict[str, Any]:
+    tokens, classes, dtype = case["tokens"], case["classes"], getattr(torch, case["dtype"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    setting = Setting.make(tokens, classes)
+    width = classes // size
+    generator = torch.Generator().manual_seed(rank)
+    logits = torch.randn(tokens, width, generator=generator).to(dtype)
+    losses, missing = available_losses(setting)
+    if case["only"] is not None:
+        losses = {name: losses[name] for name in case["only"] if name in losses}
+    room = torch.empty_like(logits)  # what a loss may overwrite, filled anew before each measurement
+    facts = {name: _facts(loss, logits, room) for name, loss in losses.items()}
+    _agree({name: fact["loss"] for name, fact in facts.items()})
+    calls: dict[str, Callable[[], dict[str, float]]] = {
+        name: partial(_times, loss, logits, room) for name, loss in losses.items()
+    }
+    times = interleave(calls, case["repetitions"], dist.barrier)
+    return {
+        **case,
+        "size": size,
+        "logits_bytes": logits.numel() * logits.element_size(),
+        "bandwidth": copy_bandwidth(logits, dist.barrier),
+        "missing": missing,
+        "losses": {name: {**facts[name], **times[name]} for name in losses},
+    }
+
+
+def _step(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> tuple[float, list[torch.Tensor], dict[str, float]]:
+    source = torch.zeros((), requires_grad=True)
+    taken: list[torch.Tensor] = []
+    with loss.around():
+        produced = Produced.apply(source, room, taken)
+        clock = Clock()
+        value = loss.compute(produced)
+        forward = clock.lap()
+        value.backward()
+        backward = clock.lap()
+    return float(value.detach()), taken, {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def _times(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, float]:
+    room.copy_(logits)
+    dist.barrier()
+    return _step(loss, logits, room)[2]
+
+
+def _facts(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, Any]:
+    """What needs no repetition, each in a run of its own: this also warms up."""
+    room.copy_(logits)
+    with TrafficMeter() as meter:
+        value, (gradient,), _ = _step(loss, logits, room)
+    magnitude = float(gradient.detach().abs().sum(dtype=torch.float64))
+    del gradient
+    room.copy_(logits)
+    dist.barrier()
+    peak = peak_extra_bytes(lambda: _step(loss, logits, room))
+    return {
+        "loss": value,
+        "gradient": magnitude,
+        "peak_bytes": peak,
+        "collectives": dict(meter.calls),
+        "bytes_sent": meter.bytes_sent,
+    }
+
+
+def _agree(values: dict[str, float]) -> None:
+    expected = next(iter(values.values()))
+    for name, value in values.items():
+        if not math.isclose(value, expected, rel_tol=1e-2):  # one of them rounds the loss to bf16
+            raise RuntimeError(f"{name} computes a loss of {value}, others {expected}")
