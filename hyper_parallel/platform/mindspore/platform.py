@@ -71,11 +71,11 @@ class MindSporePlatform(Platform):
         target = _DEVICE_TARGETS[device_type]
         if mindspore.get_context("device_target") != target:
             mindspore.set_device(target)
+        if target == "CPU":
+            # operators that run at once: many times faster where processes share the cores, and an operator that the
+            # device lacks fails where it is called
+            mindspore.runtime.launch_blocking()
         if "MS_ROLE" in os.environ or "RANK_TABLE_FILE" in os.environ or int(os.environ.get("RANK_SIZE", "1")) > 1:
-            if target == "CPU":
-                # operators that run at once: many times faster with several processes, and an operator that the
-                # device lacks fails where it is called
-                mindspore.runtime.launch_blocking()
             communication.init()
 
     def rank(self) -> int:
