@@ -76,8 +76,8 @@ class Learner(ABC):
 
     @abstractmethod
     def moments(self) -> Mapping[str, list[Tensor]]:
-        """AdamW's ``exp_avg`` and ``exp_avg_sq``: a local tensor for each of ``parameters``, cut as that one is. Where the
-        model computes in fewer bits, also ``float32``: what the parameters are rounded from.
+        """AdamW's ``exp_avg`` and ``exp_avg_sq``: a local tensor for each of ``parameters``, cut as that one is. Where
+        the model computes in fewer bits, also ``float32``: what the parameters are rounded from.
 
         Zeros before the first :meth:`update`. They are the optimizer's own: what a checkpoint writes into them counts.
         """

@@ -38,7 +38,8 @@ def clip_grad_norm_(
         norm_type: the order, ``inf`` included.
         error_if_nonfinite: raise when the norm is infinite or NaN; otherwise it scales the gradients as in
             PyTorch.
-        gradients: one for each parameter, for backends that do not keep gradients on them.
+        gradients: one for each parameter, where they are not kept on these: on MindSpore, what
+            ``value_and_grad`` gives.
 
     Returns:
         The norm before scaling, a scalar of at least fp32.
@@ -51,6 +52,7 @@ def clip_grad_norm_(
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), 1.0)                          # doctest: +SKIP
+        >>> norm = clip_grad_norm_(parameters, 1.0, gradients=grads)                 # doctest: +SKIP
     """
     backend, platform = get_module_backend(), get_platform()
     listed = [parameters] if platform.is_tensor(parameters) else list(parameters)
@@ -174,7 +176,9 @@ def _pieces(
     local: Tensor, dim: int, ranges: Sequence[tuple[int, int]], held: tuple[int, int] | None
 ) -> list[Tensor]:
     """What of ``ranges`` along ``dim`` lies in a tensor that begins at ``held[0]``; None: it is all there."""
-    narrow = get_platform().narrow
+    platform = get_platform()
     if held is not None:
         ranges = [(max(start, held[0]) - held[0], min(stop, held[1]) - held[0]) for start, stop in ranges]
-    return [narrow(local, dim, start, stop - start) for start, stop in ranges if stop > start]
+    if sum(max(stop - start, 0) for start, stop in ranges) == platform.shape(local)[dim]:
+        return [local]  # all of it; MindSpore would make a copy
+    return [platform.narrow(local, dim, start, stop - start) for start, stop in ranges if stop > start]

@@ -28,7 +28,9 @@ _EXPORTS = {
 __all__ = sorted([*_EXPORTS, "train"])
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.job import run_worker as train
+    from hyper_parallel.trainer.job import run_worker as run_worker
+
+    train = run_worker
 
 
 def __getattr__(name: str) -> Any:

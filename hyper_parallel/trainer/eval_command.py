@@ -72,7 +72,7 @@ def _find(options: EvalOptions) -> _Source:
     """The folder of the weights, with the sizes that its config says and the tokenizer that belongs to it."""
     path, text = options.weights, options.text
     if path is None:
-        raise UsageError("eval needs --weights: a Hugging Face folder, a checkpoint of training, or the folder of a run")
+        raise UsageError("eval needs --weights: a Hugging Face folder, a checkpoint of training, or a run's folder")
     try:
         if (path / _CONFIG).is_file():
             folder = path

@@ -22,7 +22,12 @@ class LinearCrossEntropyLoss(HeadLoss):
     """
 
     def __call__(
-        self, head: Module, forward: Callable[..., Any], hidden: Any, labels: Any, global_valid_tokens: int | None = None
+        self,
+        head: Module,
+        forward: Callable[..., Any],
+        hidden: Any,
+        labels: Any,
+        global_valid_tokens: int | None = None,
     ) -> Tensor:
         platform = get_platform()
         group, classes = _rows_of(head)

@@ -26,7 +26,7 @@ from hyper_parallel.trainer.data import IGNORE_INDEX
 __all__ = ["ChunkedCrossEntropyLoss", "CrossEntropyLoss", "HeadLoss", "LossFunction", "loss_of_model"]
 
 LossFunction = Callable[[Any, Any, int], Any]
-"""``(logits, labels, global_valid_tokens) -> loss``, the loss summed over the tokens at hand and divided by the last."""
+"""``(logits, labels, global_valid_tokens) -> loss``, summed over the tokens at hand and divided by the last one."""
 
 
 class CrossEntropyLoss:
@@ -84,7 +84,12 @@ class HeadLoss(ABC):
 
     @abstractmethod
     def __call__(
-        self, head: Module, forward: Callable[..., Any], hidden: Any, labels: Any, global_valid_tokens: int | None = None
+        self,
+        head: Module,
+        forward: Callable[..., Any],
+        hidden: Any,
+        labels: Any,
+        global_valid_tokens: int | None = None,
     ) -> Tensor:
         """The loss.
 
@@ -115,7 +120,12 @@ class ChunkedCrossEntropyLoss(HeadLoss):
         self._num_chunks, self._context, self._loss = num_chunks, context, CrossEntropyLoss()
 
     def __call__(
-        self, head: Module, forward: Callable[..., Any], hidden: Any, labels: Any, global_valid_tokens: int | None = None
+        self,
+        head: Module,
+        forward: Callable[..., Any],
+        hidden: Any,
+        labels: Any,
+        global_valid_tokens: int | None = None,
     ) -> Tensor:
         platform, tools = get_platform(), load_training_tools()
         whole = whole_sequence(hidden)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.loss_parallel import TrainContext

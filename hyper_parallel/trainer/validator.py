@@ -20,8 +20,8 @@ __all__ = ["Validator"]
 class Validator:
     """Runs a model over a text.
 
-    The windows of the text are dealt out to the data-parallel ranks, each once; the last batch is filled up with windows
-    that have no labels, so that all ranks call the model equally often.
+    The windows of the text are dealt out to the data-parallel ranks, each once; the last batch is filled up with
+    windows that have no labels, so that all ranks call the model equally often.
 
     Args:
         model: what training calls.

@@ -1,4 +1,4 @@
-"""Options that do not go together are one clear error, before any worker starts; so are different batches in a group."""
+"""Options that do not go together, and different batches in a group, are one clear error."""
 
 from __future__ import annotations
 

@@ -32,6 +32,8 @@ EXACT = {
     "fsdp 2x2": (2, 2, FSDP),
     "fsdp 2x2, chunked, checkpoint": (2, 2, (*FSDP, *CHUNKED, *CHECKPOINT)),
     "sequence parallel 1x2": (1, 2, SEQUENCE),
+    "sequence parallel 2x2, fsdp": (2, 2, (*SEQUENCE, *FSDP)),
+    "sequence parallel 2x2, checkpoint": (2, 2, (*SEQUENCE, *CHECKPOINT)),
     "sequence parallel 2x2, ddp, chunked": (2, 2, (*SEQUENCE, *DDP, *CHUNKED)),
     "chunked 1x1": (1, 1, CHUNKED),
     "chunked 1x2": (1, 2, CHUNKED),
@@ -39,6 +41,8 @@ EXACT = {
     "checkpoint 1x1": (1, 1, CHECKPOINT),
     "checkpoint 1x2": (1, 2, CHECKPOINT),
     "compile 1x1": (1, 1, COMPILE),
+    "compile 2x1, fsdp": (2, 1, (*COMPILE, *FSDP)),
+    "compile 2x1, ddp": (2, 1, (*COMPILE, *DDP)),
     "compile 1x2, checkpoint": (1, 2, (*COMPILE, *CHECKPOINT)),
 }
 

@@ -1,0 +1,28 @@
+"""A model and a loss of one's own, from a script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.trainer.launcher import run_job
+from hyper_parallel.trainer.summary import read_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.platform("torch")
+def test_a_model_of_ones_own_trains_alike_on_one_rank_and_on_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    losses = []
+    for ranks in (1, 4):
+        script = [sys.executable, str(ROOT / "examples" / "train_own_model.py")]
+        run_job(script, nproc=ranks, backend="torch", log_folder=tmp_path / "logs")
+        losses.append(read_losses(tmp_path / "outputs" / "own_model" / "metrics.jsonl"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)  # 60 steps apart
+    assert losses[1][1] == pytest.approx(losses[0][1], rel=1e-5) and losses[0][60] < losses[0][1] / 2
