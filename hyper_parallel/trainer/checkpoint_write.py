@@ -6,6 +6,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,13 @@ class _Writing:
         error: Exception | None = None
         facts: dict[str, tuple[int, str]] = {}
         try:
-            for name, plan in self._plans.items():
-                files = plan[self._replica :: self._replicas]
-                paths = [self._draft / name / file.name for file in files]
-                write_files(files, paths, self._save_id, self._own, self._like)
-                for path in paths[self._own.rank :: self._own.size]:
-                    found = FileFacts.of(path)
-                    facts[f"{name}/{path.name}"] = (found.bytes, found.sha256)
+            # One call for all: a rank that fails tells the others in it, and none goes on to another one alone.
+            everything = [replace(f, name=f"{name}/{f.name}") for name, plan in self._plans.items() for f in plan]
+            files = everything[self._replica :: self._replicas]
+            write_files(files, [self._draft / f.name for f in files], self._save_id, self._own, self._like)
+            for file in files[self._own.rank :: self._own.size]:
+                found = FileFacts.of(self._draft / file.name)
+                facts[file.name] = (found.bytes, found.sha256)
         except (OSError, CheckpointError) as e:
             error = _as_checkpoint_error(e, self._draft)
         own = {"files": facts, "rng": self._parts.tools.rng_state(self._parts.device_type)}
