@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.models.llama.config import LlamaConfig
@@ -91,7 +92,7 @@ def _find(options: EvalOptions) -> _Source:
 def _text_of(state: TrainState, default: TextOptions) -> TextOptions:
     """How the text was read in training, as far as it matters here."""
     before = dict(state.options.get("text") or {})
-    kept = {name: before.get(name) for name in ("bos_token", "eos_token", "document_masks") if name in before}
+    kept: dict[str, Any] = {name: before.get(name) for name in ("bos_token", "eos_token", "document_masks") if name in before}
     tokenizer = before.get("tokenizer")
     return replace(default, tokenizer=None if tokenizer is None else Path(tokenizer), **kept)
 

@@ -76,7 +76,7 @@ class EvalOptions:
             data=self.data,
             output=self.output,
             nproc=self.nproc,
-            backend=self.backend,  # type: ignore[arg-type]
+            backend=self.backend,
             device=self.device,
             text=text,
             model=model,

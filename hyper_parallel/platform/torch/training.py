@@ -115,7 +115,7 @@ class TorchLearner(Learner):
         return state
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def _trained(model: nn.Module) -> list[Tensor]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
