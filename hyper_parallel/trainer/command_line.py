@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,4 +98,5 @@ def _as_arguments(name: str, value: Any) -> list[str]:
         return [flag if value else f"--{section}.no-{last}" if section else f"--no-{last}"]
     if isinstance(value, list):
         return [flag, *map(str, value)]
-    return [flag, str(value)]
+    text = str(value)
+    return [flag, os.path.expanduser(text) if text.startswith("~/") else text]  # as a shell does

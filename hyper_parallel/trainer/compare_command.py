@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     options = parse_options(CompareOptions, "compare", arguments)
     if is_worker(os.environ):
-        if os.environ["RANK"] == "0" and options.output.name != SINGLE_PROCESS_FOLDER:
+        if os.environ.get("RANK") == "0" and options.output.name != SINGLE_PROCESS_FOLDER:
             _discard(options)
         return run_guarded(lambda: train_as_rank(options, lambda *_: _train_alone(options, arguments)))
     check(options)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,22 @@ def test_a_large_file_is_one_document_read_in_pieces(
     for part in data_files._read_text(path):
         assert len(part.content) <= 2 * size + 1
         part.content.decode("utf-8")  # no character is cut
+
+
+def test_reading_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(data_files, "_GROUP_BYTES", 1 << 20)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"some text that goes on and on\n" * (1 << 20))
+    tracemalloc.start()
+    try:
+        tokens = open_tokens(path, TextOptions(), tmp_path / "cache")
+        batch = tokens.ids[len(tokens.ids) // 2 :][:1000].sum()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert batch > 0 and len(tokens.ids) == path.stat().st_size + 2 and path.stat().st_size > 30 << 20
+    assert peak < 12 << 20
 
 
 def test_ids_are_kept_mapped_and_made_anew_when_something_changes(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_the_file_goes_before_the_defaults_and_the_command_line_before_the_file(
     assert options.parallelism.tensor_parallel_degree == 2 and options.training == TrainOptions().training
 
 
+def test_a_home_folder_in_the_file_is_the_one_that_a_shell_means(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("data: ~/texts\ntext: {tokenizer: ~/a/tokenizer.json, field: '~'}\n")
+    options = parse_train_options([str(path)])
+    assert options.data == Path.home() / "texts" and options.text.tokenizer == Path.home() / "a/tokenizer.json"
+    assert options.text.field == "~"
+
+
 def test_hyphens_and_underscores_are_alike() -> None:
     assert parse_train_options(["--training.batch-size", "3"]) == parse_train_options(["--training.batch_size=3"])
 
