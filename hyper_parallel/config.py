@@ -32,7 +32,7 @@ class ParallelismConfig:
     PyTorch's DistributedDataParallel, which sums during backward; its FSDP2, which also shards parameters and states."""
 
     enable_sequence_parallel: bool = False
-    """Shard what lies between the shared layers over the sequence."""
+    """Shard what lies between the shared layers over the sequence. Without tensor parallelism there is none to shard."""
 
     disable_loss_parallel: bool = False
     """True: the last layer gives replicated full logits and ``loss_parallel()`` does nothing."""

@@ -51,14 +51,8 @@ def _check_parallelism(options: TrainOptions) -> None:
             "checkpoints of parameters that FSDP2 has sharded are not there; use data_parallel 'ddp' or 'replicate', "
             "or leave checkpoint.enable out"
         )
-    if parallelism.enable_sequence_parallel:
-        if not parallelism.tp_enabled:
-            raise ValueError(
-                "enable_sequence_parallel shards the sequence over the tensor-parallel ranks; "
-                f"it needs a tensor_parallel_degree of at least 2, found {parallelism.tensor_parallel_degree}"
-            )
-        if options.plan != "auto":
-            raise ValueError(f"enable_sequence_parallel goes with plan 'auto', found {options.plan!r}")
+    if parallelism.enable_sequence_parallel and options.plan != "auto":
+        raise ValueError(f"enable_sequence_parallel goes with plan 'auto', found {options.plan!r}")
     if training.loss == "linear" and parallelism.disable_loss_parallel and parallelism.tp_enabled:
         raise ValueError(
             "training.loss 'linear' shares the classes between the ranks; without disable_loss_parallel it can, "

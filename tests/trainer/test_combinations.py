@@ -17,10 +17,6 @@ from hyper_parallel.trainer.same_batch import check_same_batch
 from tests.harness import RankError, run_distributed
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "sequence parallel alone": (
-        {"parallelism": ParallelismConfig(enable_sequence_parallel=True)},
-        "needs a tensor_parallel_degree of at least 2, found 1",
-    ),
     "sequence parallel, last layer": (
         {
             "plan": "last_layer",
@@ -52,6 +48,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.contract("V2")
+@pytest.mark.platform("torch")
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_go_together(name: str) -> None:
     options, message = BAD[name]

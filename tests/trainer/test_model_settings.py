@@ -57,7 +57,7 @@ def alone(text: Path) -> Columns:
     return train(text, 1, 1)
 
 
-@pytest.mark.contract("G5")
+@pytest.mark.contract("G5", "V2")
 @pytest.mark.parametrize("name", EXACT)
 def test_equals_the_plain_run(name: str, text: Path, alone: Columns) -> None:
     dp, tp, arguments = EXACT[name]
@@ -74,6 +74,15 @@ NARROW = {
     "fsdp 2x1": (2, 1, FSDP),
     "fsdp 2x2": (2, 2, FSDP),
 }
+
+
+def test_bfloat16_goes_on_from_a_checkpoint_as_if_never_stopped(text: Path, tmp_path: Path) -> None:
+    """The optimizer's float32 values come back, not those that the model computed in."""
+    steady = (*BF16, "--optimizer.final-lr-ratio", "1")
+    through = train(text, 1, 2, *steady, "--output", str(tmp_path / "through"))
+    halves = (*steady, "--checkpoint.enable", "--output", str(tmp_path / "halves"))
+    train(text, 1, 2, *halves, "--steps", "2")
+    assert train(text, 1, 2, *halves)["loss"] == through["loss"]
 
 
 @pytest.mark.parametrize("name", NARROW)
