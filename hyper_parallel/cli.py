@@ -17,6 +17,7 @@ _COMMANDS = {
     "train": ("train_command", "train a small Llama on text, with the last layer and its loss shared between ranks"),
     "compare": ("compare_command", "train, train the same with one process, and say how far apart the two are"),
     "eval": ("eval_command", "find the loss of a checkpoint, or of a Hugging Face folder, on text"),
+    "export": ("export_command", "write the weights of a checkpoint as a Hugging Face folder"),
     "matrix": ("matrix_command", "what is supported, and which of it runs with what is installed here"),
     "doctor": ("doctor", "say what is installed, and let local workers try a collective"),
 }

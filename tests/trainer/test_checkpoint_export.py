@@ -1,0 +1,82 @@
+"""``hyper-parallel export``: a folder that transformers loads, with the logits of the trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cli import main
+from hyper_parallel.trainer.command_line import parse_train_options
+from tests.harness import run_distributed
+from tests.trainer.checkpoint_jobs import EVERY_2, arguments_of, train, write_text
+
+pytestmark = pytest.mark.platform("torch")
+IDS = [[1, 2, 3, 250, 256, 0, 77, 8]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    write_text(folder / "text")
+    train(folder, "run", *EVERY_2)
+    return folder
+
+
+def trained_logits(arguments: list[str], path: str) -> np.ndarray:
+    """Of the model as the trainer builds it, with the weights of a checkpoint."""
+    import torch
+
+    from hyper_parallel import init_device_mesh
+    from hyper_parallel.platform.training import load_training_tools
+    from hyper_parallel.tensor_parallel.hf_load import load_hf_checkpoint
+    from hyper_parallel.trainer.setup import build_model
+
+    options = parse_train_options(arguments)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = build_model(options, mesh, load_training_tools()).model
+    load_hf_checkpoint(model, path)
+    with torch.no_grad():
+        logits: Any = model(torch.tensor(IDS))
+    whole = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    found: np.ndarray = whole.numpy()
+    return found
+
+
+@pytest.mark.parametrize("options", [[], ["--max-shard-bytes", "40000"]])
+def test_transformers_computes_the_same(options: list[str], root: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    target = tmp_path / "exported"
+    assert main(["export", str(root / "run"), str(target), *options]) == 0
+    weights = sorted(p.name for p in target.glob("*.safetensors"))
+    assert (weights == ["model.safetensors"]) == (not options) and not list(target.glob(".*"))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        logits = model(torch.tensor(IDS)).logits.numpy()
+    checkpoint = root / "run/checkpoints/step_000006/model"
+    ours = run_distributed(trained_logits, arguments_of(root, "other"), str(checkpoint))
+    assert np.abs(logits - ours[0]).max() < 2e-5 and np.abs(logits).max() > 0.1
+
+
+def test_one_checkpoint_can_be_named(root: Path, tmp_path: Path) -> None:
+    for step in (2, 4):
+        assert main(["export", str(root / f"run/checkpoints/step_00000{step}"), str(tmp_path / str(step))]) == 0
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("2", "4")]
+    assert files[0] != files[1]
+    assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "llama"
+
+
+def test_what_cannot_be_exported_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert main(["export", str(root / "run"), str(tmp_path / "full")]) == 1
+    assert "full is there already" in capsys.readouterr().err
+    assert main(["export", str(root / "text"), str(tmp_path / "new")]) == 1
+    assert "no checkpoint at" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
