@@ -3,6 +3,7 @@
 # make nightly   the property tests with thousands of examples
 # make train     train a small model with two processes, then with one, and compare: BACKEND=torch|mindspore
 #                DATA=path STEPS=n, more options of hyper-parallel compare in ARGS=
+# make bench     measure beside other libraries, in an environment of its own; BACKEND=, options in ARGS=--quick
 #
 # VENV may name an environment that is ready: one that this file did not make is used as it is, nothing is
 # installed into it (make test VENV=~/venvs/dev).
@@ -21,7 +22,7 @@ STAMPS := $(VENV)/.stamps
 # constraints.txt keeps an open requirement on torch from fetching a build with gigabytes of CUDA libraries.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: test lint nightly train clean
+.PHONY: test lint nightly train bench measure clean
 
 ifeq ($(wildcard $(STAMPS))$(wildcard $(PY)),$(PY))
 # $(VENV) was made by somebody else.
@@ -43,6 +44,12 @@ lint: $(call needs,lint)
 train: $(call needs,train-$(BACKEND))
 	$(PY) -m hyper_parallel.cli compare --backend $(BACKEND) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+bench:
+	@$(MAKE) --no-print-directory measure VENV=$(if $(filter .venv,$(VENV)),.venv-bench,$(VENV))
+
+measure: $(call needs,bench-$(BACKEND))
+	$(PY) -m benchmarks --backend $(BACKEND) $(ARGS)
+
 clean:
 	rm -rf $(if $(wildcard $(STAMPS)),$(VENV)) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 
@@ -61,6 +68,14 @@ $(STAMPS)/test: $(STAMPS)/venv pyproject.toml constraints.txt
 # mypy reads the types of torch and tyro, so that it finds the same wherever it runs.
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(INSTALL) -e '.[torch,train,test,lint]'
+	@touch $@
+
+$(STAMPS)/bench-torch: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[torch,bench,bench-torch]'
+	@touch $@
+
+$(STAMPS)/bench-mindspore: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[mindspore,bench]'
 	@touch $@
 
 $(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt

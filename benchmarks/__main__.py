@@ -16,7 +16,7 @@ from benchmarks.launch import RankFailed, run_ranks
 from benchmarks.plot import plot_losses
 from benchmarks.report import fitted_exponents, markdown, simple_table
 
-_SUITES = ("loss", "fit", "linear", "dispatch", "step")
+_SUITES = ("loss", "fit", "exchange", "linear", "dispatch", "step")
 _PACKAGES = ("torch", "mindspore", "torchtitan", "megatron-core", "numpy")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.fit import exponent
+from benchmarks.grid import FIT_CLASSES, FIT_TOKENS
 from benchmarks.limit import least_bytes
 
 __all__ = ["case_title", "fitted_exponents", "markdown", "simple_table"]
@@ -61,8 +62,8 @@ def fitted_exponents(cases: list[Case]) -> dict[str, float]:
     def cost(case: Case) -> float:
         return float(next(iter(case["losses"].values()))["both"])
 
-    tokens = [c for c in cases if c["classes"] == 32768]
-    classes = sorted((c for c in cases if c["tokens"] == 256), key=lambda c: c["classes"])
+    tokens = [c for c in cases if c["classes"] == FIT_CLASSES[0]]
+    classes = sorted((c for c in cases if c["tokens"] == FIT_TOKENS[0]), key=lambda c: c["classes"])
     return {
         "tokens": exponent([c["tokens"] for c in tokens], [cost(c) for c in tokens]),
         "local classes": exponent([c["classes"] for c in classes], [cost(c) for c in classes]),

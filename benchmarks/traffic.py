@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["TrafficMeter"]
 
+_NOT_COLLECTIVES = ("wait", "wrap", "barrier")
+
 
 class TrafficMeter(TorchDispatchMode):
     """Counts the collectives that run inside the context; backward on CPU runs in the same thread."""
@@ -27,7 +29,7 @@ class TrafficMeter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it does inside comes by here again
         space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and "wait" not in name and name != "barrier":
+        if space in ("c10d", "_c10d_functional") and not name.startswith(_NOT_COLLECTIVES):
             self.calls[name.strip("_")] += 1
             sent = args[1] if "allgather" in name.replace("_", "") and space == "c10d" else args[0]
             self.bytes_sent += _size(sent)
