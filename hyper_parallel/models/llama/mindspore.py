@@ -1,21 +1,22 @@
 """Llama in MindSpore: ordinary single-device code with the weight names of Hugging Face's ``LlamaForCausalLM``.
 
-Nothing here knows of parallelism; a trainer adds it from outside. Of several ways to say the same, those were taken
-that the CPU backend has kernels for, and fast ones: it is slow where shapes are broadcast or memory is strided.
+Nothing here knows of parallelism; a trainer adds it from outside. The operators that MindSpore's CPU backend lacks come
+from the platform.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common.initializer import initializer
 
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.models.llama.rope import rope_tables
+from hyper_parallel.platform.mindspore.attention import attention, rotate
 from hyper_parallel.platform.mindspore.embedding import Embedding
+from hyper_parallel.platform.mindspore.rms_norm import rms_norm
 
 __all__ = ["LlamaForCausalLM", "LlamaModel"]
 
@@ -26,14 +27,11 @@ class LlamaRMSNorm(nn.Cell):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = Parameter(initializer("ones", [size]), name="weight")
-        self.size, self.eps = size, eps
+        self.eps = eps
 
     def construct(self, x: Tensor) -> Tensor:
         """Same shape and dtype as ``x``."""
-        wide = x.astype(mindspore.float32)
-        scale = ops.rsqrt(ops.mean(ops.square(wide), -1, True) + self.eps)
-        scale = ops.tile(scale, (1,) * (x.ndim - 1) + (self.size,))
-        return (wide * scale).astype(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LlamaAttention(nn.Cell):
@@ -47,7 +45,6 @@ class LlamaAttention(nn.Cell):
         self.k_proj = mint.nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
         self.v_proj = mint.nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
         self.o_proj = mint.nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
-        self.product_with_transposed = ops.BatchMatMul(transpose_b=True)
 
     def construct(self, x: Tensor, tables: RotaryTables) -> Tensor:
         """``[batch, length, hidden]`` to the same shape."""
@@ -57,13 +54,8 @@ class LlamaAttention(nn.Cell):
             return ops.transpose(y.reshape(batch, length, -1, self.head_size), (0, 2, 1, 3))
 
         query, key, value = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        query, key = tables.rotate(query) * self.head_size**-0.5, tables.rotate(key)
-        queries, groups = query.shape[1], key.shape[1]
-        if groups != queries:
-            key, value = (ops.repeat_interleave(t, queries // groups, 1) for t in (key, value))
-        scores = self.product_with_transposed(query, key)
-        weights = ops.softmax(scores + tables.mask_for(batch, queries), -1)
-        mixed = ops.transpose(ops.matmul(weights, value), (0, 2, 1, 3))
+        query, key = (rotate(x, tables.cos, tables.sin) for x in (query, key))
+        mixed = ops.transpose(attention(query, key, value, tables.mask), (0, 2, 1, 3))
         return self.o_proj(mixed.reshape(batch, length, -1))
 
 
@@ -100,16 +92,6 @@ class RotaryTables:
         columns = ops.tile(begins.reshape(batch, 1, length), (1, length, 1))
         mask = ops.masked_fill(ops.tile(self.mask[0], (batch, 1, 1)), ops.not_equal(rows, columns), -np.inf)
         return RotaryTables(at(self.cos), at(self.sin), mask.reshape(batch, 1, length, length))
-
-    def mask_for(self, batch: int, heads: int) -> Tensor:
-        """``[batch, heads, length, length]``."""
-        return ops.tile(self.mask, (batch // self.mask.shape[0], heads, 1, 1))
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """``[batch, heads, length, head_size]``, each position by its angles."""
-        first, second = ops.chunk(x, 2, -1)
-        copies = (x.shape[0] // self.cos.shape[0], x.shape[1], 1, 1)
-        return x * ops.tile(self.cos, copies) + ops.concat((-second, first), -1) * ops.tile(self.sin, copies)
 
 
 class LlamaMLP(nn.Cell):
