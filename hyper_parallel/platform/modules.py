@@ -193,8 +193,12 @@ class ModuleBackend(ABC):
         """
 
     @abstractmethod
-    def at_most_one(self, x: Tensor) -> Tensor:
-        """A scalar cut down to 1; NaN stays."""
+    def root(self, x: Tensor, order: float) -> Tensor:
+        """``x ** (1 / order)`` of a scalar, in its dtype."""
+
+    @abstractmethod
+    def clip_factor(self, norm: Tensor, max_norm: float) -> Tensor:
+        """``min(max_norm / (norm + 1e-6), 1)`` of a scalar, in its dtype; NaN stays."""
 
     @abstractmethod
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:

@@ -64,7 +64,7 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {float(platform.to_numpy(norm))}, so they cannot "
             "be clipped; pass error_if_nonfinite=False to scale them by it all the same"
         )
-    factor = backend.at_most_one(float(max_norm) / (norm + 1e-6))
+    factor = backend.clip_factor(norm, float(max_norm))
     found = gradients if gradients is not None else [backend.gradient(p) for p in listed]
     distinct = {id(g): local_part(g) for g in found if g is not None}
     backend.scale_gradients(list(distinct.values()), factor)
@@ -106,7 +106,7 @@ def total_norm(
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total ** (1.0 / order)
+    return backend.root(total, order)
 
 
 def _over_group(part: Tensor, group: Group | None, order: float) -> Tensor:

@@ -15,7 +15,7 @@ from mindspore import Tensor, _no_grad, ops
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore._host import on_cpu
-from hyper_parallel.platform.mindspore.custom_grad import requires_grad
+from hyper_parallel.platform.mindspore.custom_grad import as_input, requires_grad
 
 __all__ = ["call", "concat"]
 
@@ -107,7 +107,7 @@ def _tie(result: Any, inputs: Sequence[Tensor]) -> Any:
     """``result``, on the graph of the inputs, whose gradients from here are zeros."""
     if not isinstance(result, Tensor) or not str(result.dtype).startswith(("Float", "BFloat")):
         return result
-    linked = [x for x in inputs if requires_grad(x)]
+    linked = [as_input(x) for x in inputs if requires_grad(x)]
     return _Tie.apply(result, *linked) if linked else result
 
 

@@ -10,7 +10,7 @@ from mindspore import Tensor, _no_grad, ops
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
-__all__ = ["power_sum", "scale"]
+__all__ = ["clip_factor", "power_sum", "root", "scale"]
 
 
 def power_sum(tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
@@ -28,6 +28,27 @@ def power_sum(tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
         terms = [ops.amax(s) if largest else ops.sum(ops.pow(s, order)) for s in sizes]
         stacked = ops.stack(terms)
         return ops.amax(stacked) if largest else ops.sum(stacked)
+
+
+def root(x: Tensor, order: float) -> Tensor:
+    """``x ** (1 / order)``. On CPU in NumPy: MindSpore takes a Python number for a float32, beside float64 too."""
+    if on_cpu():
+        host = to_host(x)
+        return to_tensor(np.asarray(host ** host.dtype.type(1 / order)))
+    with _no_grad():
+        return ops.pow(x, 1 / order)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(max_norm / (norm + 1e-6), 1)``; NaN stays."""
+    if on_cpu():
+        host = to_host(norm)
+        kind = host.dtype.type
+        with np.errstate(invalid="ignore"):
+            return to_tensor(np.asarray(np.minimum(kind(max_norm) / (host + kind(1e-6)), kind(1))))
+    with _no_grad():
+        factor = max_norm / (norm + 1e-6)
+        return ops.where(factor > 1, ops.ones_like(factor), factor)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

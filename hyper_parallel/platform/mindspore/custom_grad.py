@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
-__all__ = ["linear_map", "requires_grad", "sum_all"]
+__all__ = ["as_input", "linear_map", "requires_grad", "sum_all"]
 
 Map = Callable[[Tensor], Tensor]
 
@@ -39,8 +39,14 @@ def linear_map(x: Tensor, forward: Map, adjoint: Map, again: Map | None = None) 
     """``forward(x)``; its gradient is ``adjoint``, whose gradient is ``again`` (default: ``forward``), and so on."""
     if not requires_grad(x):
         return forward(x)
-    result: Tensor = _LinearMap.apply(x, forward, adjoint, again or forward)
+    result: Tensor = _LinearMap.apply(as_input(x), forward, adjoint, again or forward)
     return result
+
+
+def as_input(x: Tensor) -> Tensor:
+    """``x`` as a ``_Function`` takes it: that one holds gradients against the shape that a parameter had when it was
+    created, and not against what it was cut down to since."""
+    return x.view(x.shape) if isinstance(x, Parameter) else x
 
 
 def requires_grad(x: Tensor) -> bool:

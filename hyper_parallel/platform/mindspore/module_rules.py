@@ -66,7 +66,7 @@ def rules_of(module: nn.Cell) -> tuple[ForwardRule, ...]:
 
 def recomputes(module: nn.Cell) -> bool:
     """Whether ``recompute()`` was called on the cell itself: it then runs the construct that it found at the time."""
-    return module.__dict__.get("_recompute_cell") is not None
+    return getattr(module, "_recompute_cell", None) is not None
 
 
 def call_with(

@@ -162,7 +162,7 @@ class MindSporeModuleBackend(ModuleBackend):
 
     def lookup(self, ids: Tensor, table: Tensor, start: int, padding_idx: int | None) -> Tensor:
         rows, width = table.shape
-        if rows == 0 or ids.size == 0:  # nothing to look up, but the graph still leads to the table
+        if rows == 0 or width == 0 or ids.size == 0:  # nothing to look up, but the graph still leads to the table
             shape, whole = (*ids.shape, width), tuple(table.shape)
             return linear_map(table, lambda t: ops.zeros(shape, t.dtype), lambda g: ops.zeros(whole, g.dtype))
         local = ids - start
@@ -191,8 +191,11 @@ class MindSporeModuleBackend(ModuleBackend):
     def power_sum(self, tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
         return _gradients.power_sum(tensors, order, like)
 
-    def at_most_one(self, x: Tensor) -> Tensor:
-        return ops.where(x > 1, ops.ones_like(x), x)
+    def root(self, x: Tensor, order: float) -> Tensor:
+        return _gradients.root(x, order)
+
+    def clip_factor(self, norm: Tensor, max_norm: float) -> Tensor:
+        return _gradients.clip_factor(norm, max_norm)
 
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         _gradients.scale(gradients, factor)

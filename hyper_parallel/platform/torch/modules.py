@@ -154,8 +154,11 @@ class TorchModuleBackend(ModuleBackend):
         stacked = torch.stack(norms)
         return stacked.amax() if order == float("inf") else stacked.pow(order).sum()
 
-    def at_most_one(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(max=1.0)
+    def root(self, x: torch.Tensor, order: float) -> torch.Tensor:
+        return x ** (1.0 / order)
+
+    def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def scale_gradients(self, gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
