@@ -20,11 +20,13 @@ _SUITES = ("loss", "fit", "exchange", "linear", "dispatch", "step")
 _PACKAGES = ("torch", "mindspore", "torchtitan", "megatron-core", "numpy")
 
 
-def main() -> None:
-    options = _parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    """Run what the command line names."""
+    options = _parser().parse_args(arguments)
     suites = options.suites or ([s for s in _SUITES if s == "loss"] if options.backend == "mindspore" else _SUITES)
     found: dict[str, Any] = {"machine": _machine(), "backend": options.backend, "ranks": options.ranks}
-    text = [f"{found['machine']['processor']}; " + ", ".join(f"{k} {v}" for k, v in found["machine"]["versions"].items())]
+    versions = ", ".join(f"{name} {version}" for name, version in found["machine"]["versions"].items())
+    text = [f"{found['machine']['processor']}; {versions}"]
     for suite in suites:
         start = time.perf_counter()
         try:

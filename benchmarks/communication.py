@@ -58,7 +58,8 @@ def logits_seconds(ranks: int, tokens: int, classes: int, itemsize: int = 2) -> 
 def most_tokens(ranks: int, bytes_per_token: float = 8.0) -> float:
     """Up to this many tokens one all-gather is faster than two all-reduces."""
     fixed = reduce_seconds(ranks, 0) - gather_seconds(ranks, 0)
-    each = gather_seconds(ranks, 1, bytes_per_token) - gather_seconds(ranks, 0) - reduce_seconds(ranks, 1) + reduce_seconds(ranks, 0)
+    each = gather_seconds(ranks, 1, bytes_per_token) - gather_seconds(ranks, 0)
+    each -= reduce_seconds(ranks, 1) - reduce_seconds(ranks, 0)
     return math.inf if each <= 0 else fixed / each
 
 

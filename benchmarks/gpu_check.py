@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -26,10 +27,11 @@ from hyper_parallel.platform.torch import _loss_fused
 __all__ = ["main"]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Check and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    device = parser.parse_args().device
+    device = parser.parse_args(arguments).device
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device found; --device cpu tries the script")
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -100,7 +102,7 @@ def _measure(
     logits = torch.randn(shape[0], shape[1] // size, device=device).to(dtype)
     target = torch.randint(shape[1], shape[:1], device=device, generator=torch.Generator(device).manual_seed(1))
     out = torch.empty_like(logits)
-    copy, _ = _timed(device, lambda: out.copy_(logits))
+    copy, _ = _timed(device, partial(out.copy_, logits))
     del out
     limit = 1.5 * copy  # a copy reads and writes; the loss reads twice and writes once
     say(f"\n{dtype}, {shape[0]} tokens x {shape[1]} classes: copy {1e3 * copy:.2f} ms, limit {1e3 * limit:.2f} ms")

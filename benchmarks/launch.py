@@ -17,7 +17,7 @@ __all__ = ["RankFailed", "run_ranks"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HOST = "127.0.0.1"
-_SINGLE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+_SINGLE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class RankFailed(RuntimeError):
@@ -36,7 +36,8 @@ def run_ranks(suite: str, options: dict[str, Any], *, backend: str, size: int, t
         try:
             if backend == "mindspore":
                 scheduler = [sys.executable, "-m", "benchmarks.worker", "scheduler", "", "", ""]
-                started.append(_start(scheduler, {"MS_ROLE": "MS_SCHED"}, backend, size, port, Path(folder, "scheduler")))
+                log = Path(folder, "scheduler")
+                started.append(_start(scheduler, {"MS_ROLE": "MS_SCHED"}, backend, size, port, log))
             for rank in range(size):
                 started.append(_start(command, _of_rank(rank), backend, size, port, Path(folder, f"rank{rank}")))
             _wait(started[-size:], timeout)

@@ -1,4 +1,4 @@
-"""The time below which no implementation can be: the bytes that must move, at the bandwidth of a copy."""
+"""The bandwidth of a copy: with the bytes that must move, the time below which no implementation can be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["copy_bandwidth", "least_bytes"]
+__all__ = ["copy_bandwidth"]
 
 
 def copy_bandwidth(like: torch.Tensor, barrier: Callable[[], None], repetitions: int = 5) -> float:
@@ -21,8 +21,3 @@ def copy_bandwidth(like: torch.Tensor, barrier: Callable[[], None], repetitions:
         out.copy_(like)
         seconds.append(time.perf_counter() - start)
     return 2 * like.numel() * like.element_size() / statistics.median(seconds[1:])
-
-
-def least_bytes(logits_bytes: int) -> dict[str, int]:
-    """The forward has to read the logits; the backward reads them again and writes the gradient."""
-    return {"forward": logits_bytes, "backward": 2 * logits_bytes, "both": 3 * logits_bytes}

@@ -63,7 +63,8 @@ def short_table(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for case in cases:
         ours = case["losses"]["ours: functional"]
-        lines += [f"{case_title(case)}:", "", "| | time, of ours | peak memory, of the local logits |", "|---|---:|---:|"]
+        lines += [f"{case_title(case)}:", "", "| | time, of ours | peak memory, of the local logits |"]
+        lines.append("|---|---:|---:|")
         for name, loss in case["losses"].items():
             peak = (loss["peak_bytes"] or 0) / case["logits_bytes"]
             lines.append(f"| {name} | {loss['both'] / ours['both']:.2f} | {peak:.2f} |")
@@ -82,6 +83,7 @@ def rewritten(text: str, found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    """Rewrite both pages."""
     for name in PAGES:
         path = ROOT / name
         path.write_text(rewritten(path.read_text(encoding="utf-8"), results()), encoding="utf-8")

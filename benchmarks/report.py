@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.fit import exponent
 from benchmarks.grid import FIT_CLASSES, FIT_TOKENS
-from benchmarks.limit import least_bytes
+from benchmarks.least import least_bytes
 
 __all__ = ["case_title", "fitted_exponents", "markdown", "simple_table"]
 

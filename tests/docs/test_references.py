@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -12,7 +13,7 @@ import pytest
 import hyper_parallel
 from hyper_parallel import cli
 from tests.docs.pages import ROOT, Page, all_pages
-from tools import compare_traps, op_names, trap_table
+from tools import op_names, trap_table
 
 PAGES = all_pages()
 NAMES = [page.name for page in PAGES]
@@ -69,7 +70,9 @@ def check_python(page: Page, arguments: list[str]) -> None:
     if arguments[0] != "-m":
         assert arguments[0] in {b.value for b in page.blocks if b.directive == "script"}
         return
-    main = {"tools.compare_traps": compare_traps.main, "tools.op_names": op_names.main}[arguments[1]]
+    name = {"benchmarks": "benchmarks.__main__"}.get(arguments[1], arguments[1])
+    assert name.split(".")[0] in ("benchmarks", "tools"), f"{page.name}: {name}"
+    main = importlib.import_module(name).main
     with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0

@@ -39,9 +39,8 @@ def gradient_errors(dtype_name: str, inplace: bool) -> tuple[tuple[float, float]
 
     source = full[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     logits = source.clone()
-    shard = ClassShard(
-        rank * width, (rank + 1) * width, _CLASSES, Group((0, 1), dist.group.WORLD, rank), ((0, width), (width, 2 * width))
-    )
+    ranges = ((0, width), (width, 2 * width))
+    shard = ClassShard(*ranges[rank], _CLASSES, Group((0, 1), dist.group.WORLD, rank), ranges)
     kernels = get_platform("torch").loss_kernels
     loss, _ = kernels.cross_entropy(logits, 1, target, shard, None, LossOptions(inplace=inplace))
     loss.backward(torch.full_like(loss, scale))
