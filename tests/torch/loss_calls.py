@@ -103,7 +103,7 @@ def cross_entropy(
     labels = torch.tensor(target)
     labels_before = labels.clone()
     weights = None if weight is None else torch.tensor(weight)
-    with patch.object(_loss_exchange, "_LARGEST_GATHER", largest_gather):
+    with patch.multiple(_loss_exchange, _LARGEST_GATHER=largest_gather, _SMALL_GATHER=0):
         loss, token_weight = kernels().cross_entropy(
             x, axis, labels, class_shard(full.shape[axis]), weights, LossOptions(**options)
         )

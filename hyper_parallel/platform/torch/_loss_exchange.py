@@ -21,7 +21,11 @@ from hyper_parallel.platform.torch.collectives import all_gather, all_reduce
 __all__ = ["MergedStatistics", "merge_statistics"]
 
 _LARGEST_GATHER = 8
-"""Up to this many ranks one all-gather is used: two all-reduces send less only in larger groups."""
+"""Up to this many ranks one all-gather is used, whatever its size; it waits for the network half as often as two
+all-reduces or less, and sends little more (docs/guide/communication.md)."""
+
+_SMALL_GATHER = 16 << 20
+"""In larger groups it is used as long as no more bytes than these come together."""
 
 _LARGEST_GAP = 32.0
 """Up to this ``lse_local - x_y``, its rounding (2e-6 in fp32) stays below what fp32 gradients show."""
@@ -62,12 +66,13 @@ def merge_statistics(
 
     Args:
         owner: per token the member that holds the target's class, negative for none.
-        strategy: default: by the size of the group.
+        strategy: default: by the size of the group and of what it would gather.
     """
     if group is None or group.size == 1:
         return _merge_gathered(local, _pack(local)[None])
     if strategy is None:
-        strategy = "gather" if group.size <= _LARGEST_GATHER else "reduce"
+        gathered = group.size * len(_vectors(local)) * local.maximum.numel() * local.maximum.element_size()
+        strategy = "gather" if group.size <= _LARGEST_GATHER or gathered <= _SMALL_GATHER else "reduce"
     if strategy == "reduce":
         return _merge_reduced(local, group)
     # reading whether the gap is large would synchronise an accelerator

@@ -10,10 +10,12 @@ import torch
 from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
 from hyper_parallel.platform.torch._huge_pages import empty_like
 from hyper_parallel.platform.torch._loss_entropy import EntropyRows
+from hyper_parallel.platform.torch._loss_fused import fused_kernels
 from hyper_parallel.platform.torch._loss_rows import (
     Chunk,
     chunks,
     exp_rows,
+    matrices,
     softmax_rows,
     statistics_dtype,
     zero_rows,
@@ -103,6 +105,13 @@ def cross_entropy_grad(
         entropy = EntropyRows(_of_kept(grad_entropy, state), state)
         factor_p = factor_p + entropy.constant
         at_target = at_target + entropy.at_target
+    fused = None if entropy is not None or shift is not None else fused_kernels(dim, logits, out)
+    if fused is not None:
+        for first, (rows, grads) in matrices(dim, logits, out):
+            part = slice(first, first + len(rows))
+            fused.row_gradients(rows, state.anchor[part], factor_p[part], grads)
+        put_at_index(out, dim, state.target_index, at_target)
+        return out
     scale = _RowScale(factor_p, logits, state.anchor)
     for chunk in chunks(dim, logits, out):
         rows, grads = chunk.rows

@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Chunk", "autocast_off", "chunks", "exp_rows", "load_rows", "matrices", "softmax_rows", "statistics_dtype", "zero_rows"]
+__all__ = [
+    "Chunk",
+    "autocast_off",
+    "chunks",
+    "exp_rows",
+    "load_rows",
+    "matrices",
+    "softmax_rows",
+    "statistics_dtype",
+    "zero_rows",
+]
 
-# Bytes of one chunk in fp32. On CPU it is a thread's share, so that a chunk stays in a core's L2 cache from
-# the first pass over it to the last (256 KiB to 4 MiB measure alike). On accelerators a chunk bounds the
-# memory of intermediates, and has to be long enough to fill the device.
-_CPU_CHUNK_BYTES = 1 << 20
+# Bytes of one chunk in fp32 on accelerators, where it bounds the memory of intermediates, and has to be long enough
+# to fill the device.
 _ACCELERATOR_CHUNK_BYTES = 1 << 27
 
 
@@ -107,10 +117,21 @@ def zero_rows(rows: torch.Tensor, where: torch.Tensor) -> None:
 def _chunk_length(x: torch.Tensor, row_bytes: int) -> int:
     """How many tokens make a chunk."""
     if x.device.type == "cpu":
-        budget = _CPU_CHUNK_BYTES * torch.get_num_threads()
+        budget = _cpu_chunk_bytes() * torch.get_num_threads()
     else:
         budget = _ACCELERATOR_CHUNK_BYTES
     return max(1, budget // row_bytes)
+
+
+@lru_cache(None)
+def _cpu_chunk_bytes() -> int:
+    """A thread's share of a chunk: half of a core's L2 cache, where it stays from the first pass to the last."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        cache = int(text.removesuffix("K")) << 10
+    except (ValueError, OSError):  # not every system tells
+        cache = 1 << 20
+    return min(max(cache, 1 << 19) // 2, 1 << 20)
 
 
 def _matrices(moved: tuple[torch.Tensor, ...], first: int) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:

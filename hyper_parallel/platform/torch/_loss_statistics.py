@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from hyper_parallel.platform.torch._loss_entropy import expectation
-from hyper_parallel.platform.torch._loss_rows import chunks, exp_rows, load_rows, statistics_dtype
+from hyper_parallel.platform.torch._loss_fused import fused_kernels
+from hyper_parallel.platform.torch._loss_rows import chunks, exp_rows, load_rows, matrices, statistics_dtype
 from hyper_parallel.platform.torch._loss_targets import at_index
 
 __all__ = ["ShardStatistics", "finite_or_zero", "shard_statistics"]
@@ -56,7 +57,12 @@ def shard_statistics(
     shortfall = None if class_weight is None else torch.zeros_like(maximum)
     mean = torch.zeros_like(maximum) if entropy else None
     skip = needed is not None and needed.device.type == "cpu" and not bool(needed.all())
-    for start, stop, (rows,), buffer in chunks(dim, logits):
+    fused = None if entropy or shortfall is not None else fused_kernels(dim, logits)
+    if fused is not None:
+        for first, (rows,) in matrices(dim, logits):
+            part = slice(first, first + len(rows))
+            maximum[part], sum_exp[part] = fused.row_statistics(rows, dtype)
+    for start, stop, (rows,), buffer in chunks(dim, logits) if fused is None else ():
         if skip and needed is not None and not bool(needed[start:stop].any()):
             continue
         loaded = load_rows(rows, buffer)
