@@ -10,6 +10,7 @@ from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
+from hyper_parallel.platform.mindspore.custom_grad import as_input
 
 __all__ = ["rms_norm"]
 
@@ -25,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         [[0.8485, 1.1314]]
     """
     if on_cpu():
-        result: Tensor = _RMSNorm.apply(x, weight, eps)
+        result: Tensor = _RMSNorm.apply(x, as_input(weight), eps)
         return result
     wide = x.astype(mindspore.float32)
     scale = ops.rsqrt(ops.mean(ops.square(wide), -1, True) + eps)
