@@ -174,6 +174,30 @@ def load_as_loaders_do(path: str) -> bool:
     return all(results)
 
 
+def misuse_the_registry() -> list[str]:
+    from hyper_parallel.tensor_parallel import shard_loader
+
+    found, kinds = [], shard_loader.loader_kinds()
+    for kind in ("no_such_kind", *kinds[:1]):
+        try:
+            if kind in kinds:
+                shard_loader.register_loader(kind)(shard_loader.ReplicateLoader)
+            else:
+                shard_loader.make_loader(shard_loader.ParallelRule(kind), ".weight")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert shard_loader.loader_kinds() == kinds
+    return [*found, ", ".join(kinds)]
+
+
+@pytest.mark.contract("S2")
+def test_unknown_and_duplicate_kinds(platform: str) -> None:
+    unknown, duplicate, kinds = run_distributed(misuse_the_registry, platform=platform, world_size=1)[0]
+    assert {"column", "row", "vocab_embed", "replicate"} <= set(kinds.split(", "))
+    for message in (unknown, duplicate):
+        assert message.startswith("ParallelPlanError") and all(kind in message for kind in kinds.split(", "))
+
+
 @pytest.mark.contract("S1", "S2")
 def test_shard_loaders_read_from_our_files(platform: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"w": np.arange(12 * 5, dtype=np.float32).reshape(12, 5)})
