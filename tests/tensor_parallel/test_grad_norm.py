@@ -9,11 +9,10 @@ import pytest
 
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.tensor_parallel.cuts import cut_parts
-from tests.harness import run_distributed, this_rank, this_world_size
+from tests.conformance.groups import on_groups
+from tests.harness import run_distributed, this_world_size
 from tests.tensor_parallel.arrays import values
-
-pytestmark = pytest.mark.platform("torch")
-WORLD_SIZES = (1, 2, 4)
+from tests.tensor_parallel.parts import own_part
 
 
 def specs(ranks: int) -> dict[str, ShardSpec | None]:
@@ -38,38 +37,44 @@ def gradients(poison: float | None) -> dict[str, np.ndarray]:
 
 
 def clip(max_norm: float, order: float, poison: float | None, strict: bool, tied: bool) -> Any:
-    import torch
-
     from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
-    from tests.tensor_parallel.torch_workers import array, count_collectives, tensor, tp_mesh
+    from tests.conformance import adapters as conformance
+    from tests.tensor_parallel.adapters import this_adapter
 
-    group = tp_mesh().get_group()
-    parameters = []
+    adapter = this_adapter()
+    parameters: list[Any] = []
+    grads: list[Any] = []
     for name, spec in specs(this_world_size()).items():
-        whole = gradients(poison)[name]
-        parts = [whole] if spec is None else [whole[i] for i in spec.slices(this_rank())]
-        local = np.concatenate(parts, spec.dim or 0) if spec is not None else whole
-        parameter: Any = torch.nn.Parameter(tensor(np.zeros_like(local)))
-        parameter.grad = tensor(local)
+        local = own_part(gradients(poison)[name], spec)
+        parameter = adapter.parameter(np.zeros_like(local))
         if spec is not None:
-            parameter._shard_spec, parameter._shard_group = spec, group
+            parameter._shard_spec, parameter._shard_group = spec, adapter.mesh.get_group()
         parameters.append(parameter)
-    parameters.append(torch.nn.Parameter(torch.zeros(3)))  # without a gradient
-    with count_collectives() as collectives:
-        norm = clip_grad_norm_(
-            parameters + parameters[:2] * tied, max_norm, order, error_if_nonfinite=strict
-        )
-    return float(norm), [array(p.grad) for p in parameters[:-1]], collectives
+        # a view, as gradients of weights often are
+        grads.append(adapter.turned(local))
+    parameters.append(adapter.parameter(np.zeros(3)))  # without a gradient
+    grads.append(None)
+    more = parameters[:2] * tied
+    given = {} if adapter.keeps_gradients else {"gradients": grads + grads[:2] * tied}
+    if adapter.keeps_gradients:
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
+    with conformance.this_adapter().record_collectives() as collectives:
+        norm = clip_grad_norm_(parameters + more, max_norm, order, error_if_nonfinite=strict, **given)
+    return float(norm), [adapter.array(g) for g in grads[:-1]], len(collectives)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_groups(1, 2, 4)
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, float("inf")])
-def test_norm_and_clipping(world_size: int, order: float) -> None:
+def test_norm_and_clipping(platform: str, world_size: int, order: float) -> None:
+    """Whole parameters count once (NeMo-RL#3788), and clipping takes cut and plain ones together (torchtune#2420)."""
     whole = gradients(None)
     norm = np.linalg.norm(np.concatenate([g.ravel() for g in whole.values()]), order)
     for max_norm in (norm / 3, norm * 2):
         factor = min(max_norm / (norm + 1e-6), 1.0)
-        found = run_distributed(clip, max_norm, order, None, False, True, world_size=world_size)
+        found = run_distributed(
+            clip, max_norm, order, None, False, True, platform=platform, world_size=world_size
+        )
         assert len({n for n, _, _ in found}) == 1
         for rank, (found_norm, clipped, collectives) in enumerate(found):
             assert found_norm == pytest.approx(norm, rel=1e-12)
@@ -77,20 +82,63 @@ def test_norm_and_clipping(world_size: int, order: float) -> None:
                 parts = [whole[name]] if spec is None else [whole[name][i] for i in spec.slices(rank)]
                 expected = np.concatenate(parts, (spec and spec.dim) or 0) * factor
                 np.testing.assert_allclose(local, expected, rtol=1e-12)
-            assert sum(collectives.values()) == (world_size > 1)
+            assert collectives == (world_size > 1)
 
 
+@on_groups(2)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_not_finite(poison: float, order: float) -> None:
-    for norm, clipped, _ in run_distributed(clip, 1.0, order, poison, False, False, world_size=2):
+def test_not_finite(platform: str, world_size: int, poison: float, order: float) -> None:
+    where: dict[str, Any] = {"platform": platform, "world_size": world_size}
+    for norm, clipped, _ in run_distributed(clip, 1.0, order, poison, False, False, **where):
         np.testing.assert_equal(norm, poison)
         if np.isnan(poison):
             assert all(np.isnan(g).all() for g in clipped)
         else:  # as in PyTorch: finite elements become 0
             assert all(((g == 0) | np.isnan(g)).all() for g in clipped)
-    for error in run_distributed(clip, 1.0, order, poison, True, False, world_size=2, expect_error=True):
+    for error in run_distributed(clip, 1.0, order, poison, True, False, expect_error=True, **where):
         assert error.type == "RuntimeError" and str(poison) in error.message
+
+
+def clip_of_a_model(max_norm: float) -> dict[str, Any]:
+    """A model with shared, tied and whole parameters: norm and clipped gradients beside one device's."""
+    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+    from tests.tensor_parallel.model_steps import beside_one_device
+
+    adapter = this_adapter()
+    plan = {"embed": "embedding_rowwise", "layers.*.mlp.gate": "colwise", "layers.*.mlp.up": "colwise",
+            "layers.*.mlp.down": "rowwise", "head": "colwise_gather_output"}  # fmt: skip
+    ids = adapter.tensor(np.random.default_rng(0).integers(0, 11, (2, 5)), "int64")
+    one, own, named = beside_one_device(
+        lambda: adapter.module("Tiny", False, True),
+        lambda model: parallelize_module(model, adapter.mesh, plan),
+        [ids],
+    )
+    grads = [adapter.tensor(part) for part, _ in own.parameters]
+    parameters = list(named.values())
+    given = {} if adapter.keeps_gradients else {"gradients": grads}
+    if adapter.keeps_gradients:
+        for parameter, grad in zip(parameters, grads):
+            parameter.grad = grad
+    norm = float(clip_grad_norm_(parameters, max_norm, **given))
+    right = float(np.sqrt(sum((whole**2).sum() for whole, _ in one.parameters)))
+    factor = min(max_norm / (right + 1e-6), 1.0)
+    errors = [
+        float(np.abs(adapter.array(grad) - own_part(whole, spec) * factor).max()) if own_part(whole, spec).size else 0.0
+        for grad, (whole, _), (_, spec) in zip(grads, one.parameters, own.parameters)
+    ]
+    return {"norm": norm, "right": right, "worst": max(errors)}
+
+
+@on_groups(1, 2, 4)
+def test_clipping_a_model(platform: str, world_size: int) -> None:
+    found = run_distributed(clip_of_a_model, 0.5, platform=platform, world_size=world_size)
+    assert len({result["norm"] for result in found}) == 1
+    for result in found:
+        assert result["norm"] == pytest.approx(result["right"], rel=1e-12)
+        assert result["worst"] < 1e-12
 
 
 def as_torch(order: float) -> bool:
@@ -109,24 +157,41 @@ def as_torch(order: float) -> bool:
     return all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*results))
 
 
+@pytest.mark.platform("torch")
 @pytest.mark.parametrize("order", [2.0, float("inf")])
 def test_as_pytorch_without_shared_parameters(order: float) -> None:
     assert run_distributed(as_torch, order, world_size=1) == [True]
 
 
 def misuse(case: str) -> None:
-    import torch
-
     from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+    from tests.tensor_parallel.adapters import this_adapter
 
-    parameter: Any = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
+    parameter = this_adapter().parameter(np.zeros(2))
     if case == "group":
         parameter._shard_spec = ShardSpec.chunk((4,), 0, 2)
-    clip_grad_norm_([parameter], 1.0, 0.0 if case == "order" else 2.0)
+    grads = [this_adapter().tensor(np.ones(2))] * (2 if case == "count" else 1)
+    clip_grad_norm_([parameter], 1.0, 0.0 if case == "order" else 2.0, gradients=grads)
 
 
-@pytest.mark.parametrize(("case", "text"), [("order", "must be positive"), ("group", "_shard_group")])
-def test_misuse(case: str, text: str) -> None:
-    for error in run_distributed(misuse, case, world_size=1, expect_error=True):
+@on_groups(1)
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("order", "must be positive"), ("group", "_shard_group"), ("count", "2 gradients for 1 parameters")],
+)
+def test_misuse(platform: str, world_size: int, case: str, text: str) -> None:
+    for error in run_distributed(misuse, case, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "ValueError" and text in error.message
+
+
+def without_gradients() -> None:
+    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+    from tests.tensor_parallel.adapters import this_adapter
+
+    clip_grad_norm_([this_adapter().parameter(np.zeros(2))], 1.0)
+
+
+@pytest.mark.platform("mindspore")
+def test_mindspore_needs_the_gradients() -> None:
+    for error in run_distributed(without_gradients, platform="mindspore", world_size=1, expect_error=True):
+        assert error.type == "PlatformError" and "gradients=grads" in error.message

@@ -1,4 +1,4 @@
-"""Initial weights of the layers: parts of one whole, whatever the number of ranks."""
+"""Initial weights of the layers: parts of one whole, whatever the number of ranks and the platform."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import pytest
 from tests.harness import run_distributed
 from tests.tensor_parallel.arrays import pieces
 
-pytestmark = pytest.mark.platform("torch")
-
 
 def initial_weights() -> dict[str, np.ndarray]:
-    import torch
-
+    from hyper_parallel import get_platform
+    from hyper_parallel.platform.modules import get_module_backend
     from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
-    from tests.tensor_parallel.torch_workers import array, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    torch.manual_seed(7)
-    mesh = tp_mesh()
+    get_platform().set_seed(7)
+    mesh = this_adapter().mesh
     made = {
         "column": ColumnParallelLinear(130, 200, group=mesh),
         "row": RowParallelLinear(130, 200, group=mesh),
         "embedding": VocabParallelEmbedding(251, 20, 3, group=mesh),
     }
     return {
-        f"{name}.{own}": array(p) for name, layer in made.items() for own, p in layer.named_parameters()
+        f"{name}.{own}": this_adapter().array(p)
+        for name, layer in made.items()
+        for own, p in get_module_backend().own_parameters(layer).items()
     }
 
 
-def test_initial_weights_do_not_depend_on_the_ranks() -> None:
-    (alone,) = run_distributed(initial_weights, world_size=1, timeout=60.0)
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
+def test_initial_weights_do_not_depend_on_the_ranks(platform: str) -> None:
+    (alone,) = run_distributed(initial_weights, platform=platform, world_size=1, timeout=60.0)
     for world_size in (2, 4):
-        found = run_distributed(initial_weights, world_size=world_size, timeout=60.0)
+        found = run_distributed(initial_weights, platform=platform, world_size=world_size, timeout=60.0)
         for name, whole in alone.items():
             if name == "row.bias":
                 parts = [whole] * world_size

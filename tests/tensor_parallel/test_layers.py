@@ -1,4 +1,4 @@
-"""The layers against one device: values, gradients, collectives, initial weights."""
+"""The layers against one device: values, gradients, collectives."""
 
 from __future__ import annotations
 
@@ -7,75 +7,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.shard_spec import ShardSpec
+from tests.conformance.groups import on_groups
 from tests.harness import run_distributed, this_rank
 from tests.tensor_parallel.arrays import pieces, values
+from tests.tensor_parallel.parts import whole_of
 
-pytestmark = pytest.mark.platform("torch")
-WORLD_SIZES = (1, 2, 4)
 IN, OUT, BATCH, LENGTH = 6, 5, 2, 7  # 5 over 4 ranks: (2, 2, 1, 0)
-
-
-def set_parameters(layer: Any, **whole: np.ndarray) -> None:
-    """Give a layer its part of whole parameters."""
-    import torch
-
-    from tests.tensor_parallel.torch_workers import tensor
-
-    for name, array in whole.items():
-        parameter = getattr(layer, name)
-        spec: ShardSpec = parameter._shard_spec
-        parts = [array[index] for index in spec.slices(this_rank())]
-        with torch.no_grad():
-            parameter.copy_(tensor(np.concatenate(parts, spec.dim or 0)))
-
-
-def whole_gradient(parameter: Any) -> np.ndarray:
-    """The gradient of the whole parameter, put together in NumPy from every rank's part."""
-    import torch.distributed as dist
-
-    from tests.tensor_parallel.torch_workers import array
-
-    spec: ShardSpec = parameter._shard_spec
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, array(parameter.grad))
-    if spec.dim is None:
-        for part in parts[1:]:  # equal on every rank
-            np.testing.assert_allclose(part, parts[0], rtol=1e-12)
-        return parts[0]
-    return np.concatenate(parts, spec.dim)
 
 
 def linear_layer(
     kind: str, options: dict[str, Any], x: list[np.ndarray], upstream: list[np.ndarray], dtype: str
-) -> dict[str, Any]:
-    import torch
-
+) -> Any:
     from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from tests.tensor_parallel.torch_workers import array, count_collectives, tensor, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
+    adapter = this_adapter()
     make = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
     call = {"sequence_length": LENGTH} if options.get("sequence_parallel") and kind == "column" else {}
-    layer = make(IN, OUT, group=tp_mesh()["tp"], dtype=getattr(torch, dtype), **options)
-    parameters = {"weight": values(OUT, IN, seed=1), "bias": values(OUT, seed=2)}
-    set_parameters(layer, **{k: v for k, v in parameters.items() if getattr(layer, k) is not None})
-    own = tensor(x[this_rank()], dtype, grad=True)
-    with count_collectives() as forward:
-        y = layer(own, **call)
-    with count_collectives() as backward:
-        y.backward(tensor(upstream[this_rank()], dtype))
-    return {
-        "y": array(y),
-        "x": array(own.grad),
-        "weight": whole_gradient(layer.weight),
-        "bias": whole_gradient(layer.bias) if layer.bias is not None else None,
-        "forward": forward,
-        "backward": backward,
-    }
+    layer = make(IN, OUT, group=adapter.mesh["tp"], dtype=adapter.dtype(dtype), **options)
+    parameters = [layer.weight] + ([layer.bias] if layer.bias is not None else [])
+    for parameter, whole in zip(parameters, (values(OUT, IN, seed=1), values(OUT, seed=2))):
+        adapter.fill(parameter, whole)
+    return adapter.differentiate(
+        lambda x: layer(x, **call), [adapter.tensor(x[this_rank()], dtype)], parameters, upstream[this_rank()]
+    )
 
 
 def check_linear(
     kind: str,
+    platform: str,
     world_size: int,
     options: dict[str, Any],
     x_dim: int | None,
@@ -91,24 +51,24 @@ def check_linear(
     y = x @ weight.T + (bias if with_bias else 0)
     upstream = values(*y.shape, seed=3)
     flat, flat_x = upstream.reshape(-1, OUT), x.reshape(-1, IN)
-    right = {"y": y, "x": upstream @ weight, "weight": flat.T @ flat_x, "bias": flat.sum(0)}
+    grad_x = upstream @ weight
+    of_parameters = [flat.T @ flat_x] + ([flat.sum(0)] if with_bias else [])
 
     def laid(a: np.ndarray, dim: int | None) -> list[np.ndarray]:
         return [a] * world_size if dim is None else pieces(a, dim, world_size)
 
     found = run_distributed(
-        linear_layer, kind, options, laid(x, x_dim), laid(upstream, y_dim), dtype, world_size=world_size
-    )
+        linear_layer, kind, options, laid(x, x_dim), laid(upstream, y_dim), dtype,
+        platform=platform, world_size=world_size,
+    )  # fmt: skip
+    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
     for rank, result in enumerate(found):
-        np.testing.assert_allclose(result["y"], laid(y, y_dim)[rank], rtol=tolerance, atol=tolerance)
-        np.testing.assert_allclose(result["x"], laid(right["x"], x_dim)[rank], rtol=tolerance, atol=tolerance)
-        np.testing.assert_allclose(result["weight"], right["weight"], rtol=tolerance, atol=tolerance)
-        if with_bias:
-            np.testing.assert_allclose(result["bias"], right["bias"], rtol=tolerance, atol=tolerance)
-        if world_size > 1:
-            assert (result["forward"], result["backward"]) == (forward, backward)
-        else:
-            assert (result["forward"], result["backward"]) == ({}, {})
+        np.testing.assert_allclose(result.value, laid(y, y_dim)[rank], **close)
+        np.testing.assert_allclose(result.inputs[0], laid(grad_x, x_dim)[rank], **close)
+        assert (result.forward, result.backward) == ((forward, backward) if world_size > 1 else ({}, {}))
+    for index, right in enumerate(of_parameters):
+        whole = whole_of([result.parameters[index] for result in found], tolerance)
+        np.testing.assert_allclose(whole, right, **close)
 
 
 COLUMN_CASES = [
@@ -137,130 +97,93 @@ ROW_CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_groups(1, 2, 4)
 @pytest.mark.parametrize(("options", "x_dim", "y_dim", "forward", "backward"), COLUMN_CASES)
-def test_column(world_size: int, options: Any, x_dim: Any, y_dim: Any, forward: Any, backward: Any) -> None:
-    check_linear("column", world_size, options, x_dim, y_dim, forward, backward)
+def test_column(
+    platform: str, world_size: int, options: Any, x_dim: Any, y_dim: Any, forward: Any, backward: Any
+) -> None:
+    check_linear("column", platform, world_size, options, x_dim, y_dim, forward, backward)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_groups(1, 2, 4)
 @pytest.mark.parametrize(("options", "x_dim", "y_dim", "forward", "backward"), ROW_CASES)
-def test_row(world_size: int, options: Any, x_dim: Any, y_dim: Any, forward: Any, backward: Any) -> None:
-    check_linear("row", world_size, options, x_dim, y_dim, forward, backward)
+def test_row(
+    platform: str, world_size: int, options: Any, x_dim: Any, y_dim: Any, forward: Any, backward: Any
+) -> None:
+    check_linear("row", platform, world_size, options, x_dim, y_dim, forward, backward)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.2)])
-def test_dtypes(dtype: str, tolerance: float) -> None:
-    check_linear("column", 2, {}, None, -1, {}, {"all_reduce": 1}, dtype, tolerance)
-    check_linear("row", 2, {}, -1, None, {"all_reduce": 1}, {}, dtype, tolerance)
+@pytest.mark.parametrize(
+    ("platform", "dtype", "tolerance"),
+    [
+        ("torch", "float32", 1e-5),
+        ("torch", "bfloat16", 0.2),
+        ("mindspore", "float32", 1e-5),
+        ("mindspore", "float16", 0.05),  # MindSpore's CPU backend has no matrix product of bfloat16
+    ],
+)
+def test_dtypes(platform: str, dtype: str, tolerance: float) -> None:
+    check_linear("column", platform, 2, {}, None, -1, {}, {"all_reduce": 1}, dtype, tolerance)
+    check_linear("row", platform, 2, {}, -1, None, {"all_reduce": 1}, {}, dtype, tolerance)
 
 
-def bias_once() -> np.ndarray:
-    import torch
-
+def bias_once() -> tuple[np.ndarray, np.ndarray]:
+    """An output, and the gradient of the bias under a gradient of ones."""
     from hyper_parallel.tensor_parallel.layers import RowParallelLinear
-    from tests.tensor_parallel.torch_workers import array, tensor, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    layer = RowParallelLinear(4, 3, group=tp_mesh(), dtype=torch.float64)
-    set_parameters(layer, weight=np.zeros((3, 4)), bias=np.array([100.0, 200.0, 300.0]))
-    return array(layer(tensor(np.ones((2, 2)))))
+    adapter = this_adapter()
+    layer = RowParallelLinear(4, 3, group=adapter.mesh, dtype=adapter.dtype("float64"))
+    adapter.fill(layer.weight, np.zeros((3, 4)))
+    adapter.fill(layer.bias, np.array([100.0, 200.0, 300.0]))
+    found = adapter.differentiate(layer, [adapter.tensor(np.ones((2, 2)))], [layer.bias])
+    return found.value, found.parameters[0][0]
 
 
 @pytest.mark.contract("T2")
-def test_row_bias_is_added_once() -> None:
-    for y in run_distributed(bias_once, world_size=2):
+@on_groups(2)
+def test_row_bias_is_added_once(platform: str, world_size: int) -> None:
+    """Not P times (text-generation-inference#1036, Paddle#35186), nor with a gradient over P (torchtitan#4332)."""
+    for y, grad in run_distributed(bias_once, platform=platform, world_size=world_size):
         np.testing.assert_array_equal(y, [[100, 200, 300]] * 2)
+        np.testing.assert_array_equal(grad, [2, 2, 2])
 
 
 def all_ones_gradient() -> float:
-    import torch
-
     from hyper_parallel.tensor_parallel.layers import RowParallelLinear
-    from tests.tensor_parallel.torch_workers import tensor, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    layer = RowParallelLinear(2, 1, bias=False, group=tp_mesh(), dtype=torch.float64)
-    set_parameters(layer, weight=np.ones((1, 2)))
-    layer(tensor(np.ones((1, 1)))).sum().backward()
-    return float(layer.weight.grad)
+    adapter = this_adapter()
+    layer = RowParallelLinear(2, 1, bias=False, group=adapter.mesh, dtype=adapter.dtype("float64"))
+    adapter.fill(layer.weight, np.ones((1, 2)))
+    found = adapter.differentiate(layer, [adapter.tensor(np.ones((1, 1)))], [layer.weight])
+    return float(found.parameters[0][0][0, 0])
 
 
-def test_row_gradient_is_not_multiplied_by_the_ranks() -> None:
-    assert run_distributed(all_ones_gradient, world_size=2) == [1.0, 1.0]
+@on_groups(2)
+def test_row_gradient_is_not_multiplied_by_the_ranks(platform: str, world_size: int) -> None:
+    assert run_distributed(all_ones_gradient, platform=platform, world_size=world_size) == [1.0, 1.0]
 
 
 def partial_plus_replicated() -> np.ndarray:
     """``(row(x) + r) w``: the gradients of x and r are those of one device."""
-    import torch
-
     from hyper_parallel.tensor_parallel.layers import RowParallelLinear
-    from tests.tensor_parallel.torch_workers import array, tensor, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    layer = RowParallelLinear(4, 3, bias=False, group=tp_mesh(), dtype=torch.float64)
-    set_parameters(layer, weight=values(3, 4, seed=1))
-    x = tensor(pieces(values(2, 4), 1, 2)[this_rank()], grad=True)
-    r = tensor(values(2, 3, seed=2), grad=True)
-    ((layer(x) + r) * tensor(values(2, 3, seed=3))).sum().backward()
-    return np.concatenate([array(x.grad), array(r.grad)], 1)
+    adapter = this_adapter()
+    layer = RowParallelLinear(4, 3, bias=False, group=adapter.mesh, dtype=adapter.dtype("float64"))
+    adapter.fill(layer.weight, values(3, 4, seed=1))
+    x = adapter.tensor(pieces(values(2, 4), 1, 2)[this_rank()])
+    r = adapter.tensor(values(2, 3, seed=2))
+    found = adapter.differentiate(lambda x, r: layer(x) + r, [x, r], upstream=values(2, 3, seed=3))
+    return np.concatenate(found.inputs, 1)
 
 
-def test_partial_plus_replicated() -> None:
+@on_groups(2)
+def test_partial_plus_replicated(platform: str, world_size: int) -> None:
+    """A sum of both once multiplied the gradients before it by P (torchtitan#2106)."""
     upstream, weight = values(2, 3, seed=3), values(3, 4, seed=1)
-    for rank, found in enumerate(run_distributed(partial_plus_replicated, world_size=2)):
+    found = run_distributed(partial_plus_replicated, platform=platform, world_size=world_size)
+    for rank, grads in enumerate(found):
         expected = np.concatenate([pieces(upstream @ weight, 1, 2)[rank], upstream], 1)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def autocast_matches() -> float:
-    import torch
-
-    from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
-    from tests.tensor_parallel.torch_workers import tensor, tp_mesh
-
-    x = tensor(values(3, IN), "float32")
-    found = []
-    for overlap in (True, False):
-        layer = ColumnParallelLinear(IN, OUT, group=tp_mesh(), dtype=torch.float32, overlap=overlap)
-        layer.reset_parameters(seed=5)
-        own = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(own)
-        assert y.dtype == torch.bfloat16
-        y.float().square().sum().backward()
-        found.append((own.grad, layer.weight.grad, layer.bias.grad))
-    return max(float((a - b).abs().max()) for a, b in zip(*found))
-
-
-def test_autocast() -> None:
-    assert max(run_distributed(autocast_matches, world_size=2)) < 0.05
-
-
-def order_of_backward(overlap: bool) -> list[str]:
-    """What backward starts first: the sum over the ranks, or the weight's gradient."""
-    from unittest import mock
-
-    import torch
-    import torch.distributed as dist
-
-    from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
-    from tests.tensor_parallel.torch_workers import tensor, tp_mesh
-
-    events: list[str] = []
-    layer = ColumnParallelLinear(IN, OUT, group=tp_mesh(), dtype=torch.float64, overlap=overlap)
-    x = tensor(values(3, IN), grad=True)
-    y = layer(x)
-    real = dist.all_reduce
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        events.append("async sum" if kwargs.get("async_op") else "sum")
-        return real(*args, **kwargs)
-
-    layer.weight.register_hook(lambda grad: events.append("weight"))
-    with mock.patch.object(dist, "all_reduce", noted):
-        y.sum().backward()
-    return events
-
-
-@pytest.mark.contract("T1")
-def test_the_sum_overlaps_the_gradient_of_the_weight() -> None:
-    assert run_distributed(order_of_backward, True, world_size=2) == [["async sum", "weight"]] * 2
-    assert sorted(run_distributed(order_of_backward, False, world_size=2)[0]) == ["sum", "weight"]
+        np.testing.assert_allclose(grads, expected, rtol=1e-12)

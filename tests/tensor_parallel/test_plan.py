@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.tensor_parallel.patterns import generic, match_patterns
-from tests.harness import run_distributed, this_rank
-
-pytestmark = pytest.mark.platform("torch")
+from tests.conformance.groups import on_groups
+from tests.harness import run_distributed
+from tests.tensor_parallel.arrays import values
+from tests.tensor_parallel.parts import whole_of
 
 NAMES = ["", "model", "model.layers", "model.layers.0", "model.layers.0.up", "model.layers.11", "model.layers.11.up"]
 
@@ -38,21 +40,25 @@ def test_patterns() -> None:
 
 def report() -> tuple[str, tuple[int, ...], tuple[str, ...], list[tuple[int, ...]]]:
     from hyper_parallel.tensor_parallel.plan import parallelize_module, sharding_report
-    from tests.tensor_parallel.small_modules import tiny
-    from tests.tensor_parallel.torch_workers import tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    model = tiny(tied=True)
+    adapter = this_adapter()
+    model = adapter.module("Tiny", False, True)
     plan = {"layers.*.mlp.down": "rowwise_rep", "layers.0.mlp.up": "colwise_rep", "head": "colwise_loss_parallel"}
-    parallelize_module(model, tp_mesh(), plan)
+    parallelize_module(model, adapter.mesh, plan)
     found = sharding_report(model)
-    return str(found), found.rank_bytes, found.unsharded_linears, [tuple(p.shape) for p in model.parameters()]
+    shapes = [tuple(p.shape) for p in adapter.named_parameters(model).values()]
+    return str(found), found.rank_bytes, found.unsharded_linears, shapes
 
 
-def test_report() -> None:
-    results = run_distributed(report, world_size=2)
-    for rank, (text, rank_bytes, unsharded, shapes) in enumerate(results):
-        local = sum(8 * _product(s) for s in shapes)
-        assert rank_bytes[rank] == local
+@on_groups(2)
+def test_report(platform: str, world_size: int) -> None:
+    table = "embedding_table" if platform == "mindspore" else "weight"
+    norm = "gamma" if platform == "mindspore" else "weight"
+    for rank, (text, rank_bytes, unsharded, shapes) in enumerate(
+        run_distributed(report, platform=platform, world_size=world_size)
+    ):
+        assert rank_bytes[rank] == sum(8 * _product(s) for s in shapes)
         assert unsharded == ("layers.0.mlp.gate", "layers.1.mlp.gate", "layers.1.mlp.up")
         for line in (
             "tensor parallel over 2 ranks",
@@ -62,8 +68,8 @@ def test_report() -> None:
             "layers.0.mlp.up: ColwiseParallel -> R, 1 module",
             "head: ColwiseParallel -> S(-1) DTensor",
             "embed (tied to head): RowwiseParallel R -> R, 1 module, 288 B",
-            f"    head.weight: (11, 6) -> ({6 - rank}, 6), tied to embed.weight",
-            "    layers.*.norm.weight: (6,) x 2",
+            f"    head.weight: (11, 6) -> ({6 - rank}, 6), tied to embed.{table}",
+            f"    layers.*.norm.{norm}: (6,) x 2",
             "linear layers and embeddings left whole: layers.0.mlp.gate, layers.1.mlp.gate, layers.1.mlp.up",
         ):
             assert line in text, text
@@ -74,116 +80,154 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def on_meshes() -> list[tuple[int, ...]]:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh as init_native
-
     from hyper_parallel import init_device_mesh
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from hyper_parallel.tensor_parallel.styles import ColwiseParallel
+    from tests.tensor_parallel.adapters import this_adapter
 
     ours = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    native = init_native("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shapes = []
-    for mesh in (ours, ours["tp"], native, native["tp"]):
-        layer = torch.nn.Linear(4, 10)
+    for mesh in (ours, ours["tp"]):
+        layer = this_adapter().module("linear", 4, 10)
         parallelize_module(module=layer, device_mesh=mesh, parallelize_plan=ColwiseParallel())
         shapes.append(tuple(layer.weight.shape))
     return shapes
 
 
-def test_meshes() -> None:
-    assert run_distributed(on_meshes, world_size=4) == [[(5, 4)] * 4] * 4
-
-
-def without_memory() -> tuple[Any, ...]:
-    import torch
-
-    from hyper_parallel.tensor_parallel.plan import parallelize_module
-    from tests.tensor_parallel.small_models import build
-    from tests.tensor_parallel.torch_workers import tp_mesh
-
-    whole = build("llama", tied=True)
-    with torch.device("meta"):
-        model = type(whole)(whole.config)
-    parallelize_module(model, tp_mesh())
-    parallelize_module(whole, tp_mesh())
-    shapes = [[tuple(p.shape) for p in m.parameters()] for m in (whole, model)]
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    return shapes[0] == shapes[1], all(p.is_meta for p in model.parameters()), tied
-
-
-@pytest.mark.contract("S3")
-def test_a_model_without_memory() -> None:
-    pytest.importorskip("transformers")
-    assert run_distributed(without_memory, world_size=2, timeout=60.0) == [(True, True, True)] * 2
+@on_groups(4)
+def test_meshes(platform: str, world_size: int) -> None:
+    assert run_distributed(on_meshes, platform=platform, world_size=world_size) == [[(5, 4)] * 2] * 4
 
 
 def fifth_kind() -> tuple[int, ...]:
-    import torch
-
     from hyper_parallel.tensor_parallel import shard_loader
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from hyper_parallel.tensor_parallel.styles import ColwiseParallel
-    from tests.tensor_parallel.torch_workers import tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
     try:
         importlib.import_module("tests.tensor_parallel.fp8_loader")
-        layer = torch.nn.Linear(4, 10)
-        parallelize_module(layer, tp_mesh(), ColwiseParallel(kind="column_fp8"))
+        layer = this_adapter().module("linear", 4, 10)
+        parallelize_module(layer, this_adapter().mesh, ColwiseParallel(kind="column_fp8"))
         return tuple(layer.weight.shape)
     finally:
         shard_loader._registry.pop("column_fp8", None)
 
 
 @pytest.mark.contract("S2")
-def test_a_users_loader_kind_in_a_plan() -> None:
-    assert run_distributed(fifth_kind, world_size=2) == [(5, 4)] * 2
+@on_groups(2)
+def test_a_users_loader_kind_in_a_plan(platform: str, world_size: int) -> None:
+    assert run_distributed(fifth_kind, platform=platform, world_size=world_size) == [(5, 4)] * 2
 
 
-def own_llama(tied: bool, sequence_parallel: bool) -> tuple[float, float, str]:
-    """The library's own Llama, which brings no plan and whose attention has no config."""
-    import torch
-    import torch.nn.functional as F
-
-    from hyper_parallel import loss_parallel
-    from hyper_parallel.models.llama import LlamaConfig, build_llama
+def embedding_with_padding(style: str) -> tuple[np.ndarray, Any]:
+    """The framework's embedding with a padding index, shared out: rows, and the gradient of the table."""
+    from hyper_parallel import Replicate
     from hyper_parallel.tensor_parallel.plan import parallelize_module
-    from tests.tensor_parallel.small_models import gradient_error, tokens, value
-    from tests.tensor_parallel.torch_workers import tp_mesh
+    from hyper_parallel.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+    from tests.tensor_parallel.adapters import this_adapter
 
-    config = LlamaConfig(
-        vocab_size=251,
-        hidden_size=32,
-        intermediate_size=46,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
+    adapter = this_adapter()
+    layer = adapter.module("embedding", 5, 4, padding_idx=-1)
+    rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(layer, adapter.mesh, rows if style == "rows" else columns)
+    adapter.fill(layer.weight, values(5, 4))
+    ids = adapter.tensor(np.array([[0, 4, 4], [1, 2, 0]]), "int64")
+    found = adapter.differentiate(layer, [ids], [layer.weight], values(2, 3, 4, seed=1))
+    return found.value, found.parameters[0]
+
+
+@pytest.mark.contract("T4")
+@on_groups(1, 2, 4)
+@pytest.mark.parametrize("style", ["rows", "columns"])
+def test_an_embedding_with_padding(platform: str, world_size: int, style: str) -> None:
+    """On MindSpore of ``mint.nn``, which was once left out (hyper-parallel#756)."""
+    ids, upstream = np.array([[0, 4, 4], [1, 2, 0]]), values(2, 3, 4, seed=1)
+    gradient = np.zeros((5, 4))
+    np.add.at(gradient, ids, upstream)
+    gradient[4] = 0
+    found = run_distributed(embedding_with_padding, style, platform=platform, world_size=world_size)
+    for rows, _ in found:
+        np.testing.assert_array_equal(rows, values(5, 4)[ids])
+    np.testing.assert_allclose(whole_of([part for _, part in found]), gradient, rtol=1e-12)
+
+
+def unchanged_code() -> dict[str, bool]:
+    """Classes, names, ties, hooks and copies of a model that was shared out."""
+    import copy
+
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter = this_adapter()
+    whole, model = adapter.module("Tiny", False, True), adapter.module("Tiny", False, True)
+    before = dict(adapter.named_parameters(model))
+    calls: list[int] = []
+    model.layers[0].mlp.up.register_forward_hook(lambda *_: calls.append(1))
+    plan = {"embed": "embedding_rowwise", "layers.*.mlp.up": "colwise_rep", "head": "colwise_gather_output"}
+    returned = parallelize_module(model, adapter.mesh, plan)
+    after = adapter.named_parameters(model)
+    ids = adapter.tensor(np.array([[1, 2, 3]]), "int64")
+    twin = copy.deepcopy(model)
+    y = adapter.array(model(ids))
+    for parameter in after.values():
+        adapter.fill(parameter, np.zeros(tuple(whole_shape(parameter))))
+    copied = adapter.named_parameters(twin)
+    return {
+        "same": returned is model and isinstance(model.head, type(whole.head)),
+        "parameters": list(before) == list(after) and all(before[n] is after[n] for n in before),
+        "hook": calls == [1],
+        "independent": np.array_equal(adapter.array(twin(ids)), y),
+        "marked": all(hasattr(copied[n], "_shard_spec") for n in ("embed.weight", "layers.0.mlp.up.bias")),
+        "tied": copied["embed.weight"] is twin.head.weight and "head.weight" not in copied,
+    }
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    spec = getattr(parameter, "_shard_spec", None)
+    return spec.shape if spec is not None else tuple(parameter.shape)
+
+
+@pytest.mark.contract("T4")
+@on_groups(2)
+def test_the_model_stays_what_it_was(platform: str, world_size: int) -> None:
+    for found in run_distributed(unchanged_code, platform=platform, world_size=world_size):
+        assert all(found.values()), found
+
+
+def own_llama(tied: bool, sequence_parallel: bool, key_values: int) -> tuple[float, float, str]:
+    """The library's own Llama, which brings no plan and whose attention has no config."""
+    from hyper_parallel import DTensor, loss_parallel
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+    from tests.tensor_parallel.model_steps import beside_one_device, worst_gradient
+
+    adapter = this_adapter()
+    tokens = np.random.default_rng(3).integers(1, 251, (2, 10))
+    target = adapter.tensor(np.roll(tokens, -1, 1).reshape(-1), "int64")
+
+    def loss(model: Any, ids: Any) -> Any:
+        with loss_parallel():
+            value = adapter.cross_entropy(adapter.flat(model(ids)), target)
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+    one, own, named = beside_one_device(
+        lambda: adapter.module("own_llama", tied, key_values),
+        lambda model: parallelize_module(model, adapter.mesh, sequence_parallel=sequence_parallel),
+        [adapter.tensor(tokens, "int64")],
+        1.0,
+        loss,
     )
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = build_llama(config).double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.5 if parameter.ndim == 1 else 0.0, 0.2)
-        models.append(model)
-    reference, model = models
-    ids = tokens()
-    expected = F.cross_entropy(reference(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
-    expected.backward()
-    parallelize_module(model, tp_mesh(), sequence_parallel=sequence_parallel)
-    with loss_parallel():
-        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
-        loss.backward()
-    worst, where = gradient_error(reference, model, this_rank())
-    return abs(value(loss) - float(expected)), worst, where
+    return float(abs(own.value - one.value)), *worst_gradient(one, own, named)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.contract("T4")
+@on_groups(2, 4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_own_llama(tied: bool, sequence_parallel: bool, world_size: int) -> None:
-    found = run_distributed(own_llama, tied, sequence_parallel, world_size=world_size, timeout=60.0)
+def test_own_llama(tied: bool, sequence_parallel: bool, platform: str, world_size: int) -> None:
+    found = run_distributed(
+        own_llama, tied, sequence_parallel, 2, platform=platform, world_size=world_size, timeout=60.0
+    )
     for loss, gradient, where in found:
         assert loss < 1e-6 and gradient < 1e-5, where

@@ -7,44 +7,39 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conformance.groups import on_groups
 from tests.harness import run_distributed, this_rank
 from tests.tensor_parallel.arrays import pieces, values
-from tests.tensor_parallel.test_layers import set_parameters, whole_gradient
+from tests.tensor_parallel.parts import Part, whole_of
 
-pytestmark = pytest.mark.platform("torch")
-WORLD_SIZES = (1, 2, 4)
 WIDTH = 3
 
 
 def embed(
     vocab: int, ids: np.ndarray, padding_idx: int | None, upstream: list[np.ndarray], sequence_parallel: bool
-) -> tuple[Any, ...]:
-    import torch
-
+) -> Any:
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
-    from tests.tensor_parallel.torch_workers import array, count_collectives, tensor, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
+    adapter = this_adapter()
     layer = VocabParallelEmbedding(
         vocab,
         WIDTH,
         padding_idx,
-        group=tp_mesh(),
+        group=adapter.mesh,
         sequence_parallel=sequence_parallel,
-        dtype=torch.float64,
+        dtype=adapter.dtype("float64"),
     )
-    set_parameters(layer, weight=values(vocab, WIDTH))
-    with count_collectives() as forward:
-        y = layer(torch.from_numpy(ids))
-    with count_collectives() as backward:
-        y.backward(tensor(upstream[this_rank()]))
-    return array(y), whole_gradient(layer.weight), forward, backward
+    adapter.fill(layer.weight, values(vocab, WIDTH))
+    return adapter.differentiate(layer, [adapter.tensor(ids, "int64")], [layer.weight], upstream[this_rank()])
 
 
 @pytest.mark.contract("T3")
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_groups(1, 2, 4)
 @pytest.mark.parametrize("vocab", [5, 2, 251])
 @pytest.mark.parametrize("padding_idx", [None, 1, -1])
-def test_embedding(world_size: int, vocab: int, padding_idx: int | None) -> None:
+def test_embedding(platform: str, world_size: int, vocab: int, padding_idx: int | None) -> None:
+    """Also with a vocabulary that the ranks do not divide (vllm#440)."""
     for sequence_parallel in (False, True):
         rng = np.random.default_rng(0)
         ids = rng.integers(0, vocab, (2, 9))
@@ -60,89 +55,87 @@ def test_embedding(world_size: int, vocab: int, padding_idx: int | None) -> None
             return pieces(a, 1, world_size) if sequence_parallel else [a] * world_size
 
         found = run_distributed(
-            embed, vocab, ids, padding_idx, laid(upstream), sequence_parallel, world_size=world_size
+            embed, vocab, ids, padding_idx, laid(upstream), sequence_parallel, platform=platform, world_size=world_size
         )
-        for rank, (y, grad, forward, backward) in enumerate(found):
-            np.testing.assert_array_equal(y, laid(table[ids])[rank])
-            np.testing.assert_allclose(grad, gradient, rtol=1e-12, atol=1e-12)
+        whole = whole_of([result.parameters[0] for result in found])
+        np.testing.assert_allclose(whole, gradient, rtol=1e-12, atol=1e-12)
+        for rank, result in enumerate(found):
+            np.testing.assert_array_equal(result.value, laid(table[ids])[rank])
+            collectives = (result.forward, result.backward)
             if world_size == 1:
-                assert (forward, backward) == ({}, {})
+                assert collectives == ({}, {})
             elif sequence_parallel:
-                assert (forward, backward) == ({"reduce_scatter": 1}, {"all_gather": 1})
+                assert collectives == ({"reduce_scatter": 1}, {"all_gather": 1})
             else:
-                assert (forward, backward) == ({"all_reduce": 1}, {})
+                assert collectives == ({"all_reduce": 1}, {})
 
 
 def owners_of_ids(vocab: int) -> np.ndarray:
-    import torch
-
     from hyper_parallel.platform.modules import get_module_backend
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
-    from tests.tensor_parallel.torch_workers import array, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    layer = VocabParallelEmbedding(vocab, 1, group=tp_mesh(), dtype=torch.float64)
-    set_parameters(layer, weight=np.ones((vocab, 1)))
+    adapter = this_adapter()
+    layer = VocabParallelEmbedding(vocab, 1, group=adapter.mesh, dtype=adapter.dtype("float64"))
+    adapter.fill(layer.weight, np.ones((vocab, 1)))
     start = layer.rule.cuts["weight"].ranges[this_rank()][0][0]
-    rows = get_module_backend().lookup(torch.arange(vocab), layer.weight, start, None)
-    return array(rows)[:, 0]
+    ids = adapter.tensor(np.arange(vocab), "int64")
+    return adapter.array(get_module_backend().lookup(ids, layer.weight, start, None))[:, 0]
 
 
 @pytest.mark.contract("T3")
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
 @pytest.mark.parametrize(("vocab", "world_size"), [(5, 2), (5, 4), (251, 2), (2, 4)])
-def test_every_id_has_one_owner(vocab: int, world_size: int) -> None:
-    np.testing.assert_array_equal(sum(run_distributed(owners_of_ids, vocab, world_size=world_size)), 1)
+def test_every_id_has_one_owner(platform: str, vocab: int, world_size: int) -> None:
+    """A floor division once lost the last ids (text-generation-inference#1463)."""
+    found = run_distributed(owners_of_ids, vocab, platform=platform, world_size=world_size)
+    np.testing.assert_array_equal(sum(found), 1)
 
 
 def bad_id(bad: int) -> None:
-    import torch
-
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
-    from tests.tensor_parallel.torch_workers import tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    VocabParallelEmbedding(5, 2, group=tp_mesh())(torch.tensor([0, bad]))
+    adapter = this_adapter()
+    VocabParallelEmbedding(5, 2, group=adapter.mesh)(adapter.tensor(np.array([0, bad]), "int64"))
 
 
+@on_groups(2)
 @pytest.mark.parametrize("bad", [5, -1])
-def test_an_id_outside_the_table(bad: int) -> None:
-    for error in run_distributed(bad_id, bad, world_size=2, expect_error=True):
+def test_an_id_outside_the_table(platform: str, world_size: int, bad: int) -> None:
+    for error in run_distributed(bad_id, bad, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "IndexError" and f"{bad}" in error.message and "5 rows" in error.message
 
 
-def tied_model(tied: bool, gather: bool) -> tuple[Any, ...]:
+def tied_model(tied: bool, gather: bool) -> tuple[np.ndarray, list[Part], bool]:
     """ids -> embedding -> head -> loss, with the head's weight the embedding's, or another."""
-    import torch
-    import torch.nn.functional as F
-
     from hyper_parallel import DTensor, loss_parallel
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding, VocabParallelHead
-    from tests.tensor_parallel.torch_workers import array, tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    vocab, mesh = 11, tp_mesh()
-    embedding = VocabParallelEmbedding(vocab, WIDTH, group=mesh, dtype=torch.float64)
-    head = VocabParallelHead(
-        WIDTH,
-        vocab,
-        group=mesh,
-        tied_to=embedding if tied else None,
-        gather_output=gather,
-        dtype=torch.float64,
-    )
-    set_parameters(embedding, weight=values(vocab, WIDTH))
-    if not tied:
-        set_parameters(head, weight=values(vocab, WIDTH))
-    ids, target = torch.arange(8), torch.arange(2, 10)
-    with loss_parallel():
-        logits = head(embedding(ids))
-        assert isinstance(logits, DTensor) != gather and tuple(logits.shape) == (8, vocab)
-        loss = F.cross_entropy(logits, target)
-        loss.backward()
-    value = loss.full_tensor() if isinstance(loss, DTensor) else loss
-    return array(value), whole_gradient(embedding.weight), whole_gradient(head.weight), head.weight is embedding.weight
+    adapter, vocab = this_adapter(), 11
+    options: dict[str, Any] = {"group": adapter.mesh, "dtype": adapter.dtype("float64")}
+    embedding = VocabParallelEmbedding(vocab, WIDTH, **options)
+    head = VocabParallelHead(WIDTH, vocab, tied_to=embedding if tied else None, gather_output=gather, **options)
+    for layer in (embedding, head):
+        adapter.fill(layer.weight, values(vocab, WIDTH))
+    target = adapter.tensor(np.arange(2, 10), "int64")
+
+    def loss(ids: Any) -> Any:
+        with loss_parallel():
+            logits = head(embedding(ids))
+            assert isinstance(logits, DTensor) != gather and tuple(logits.shape) == (8, vocab)
+            return adapter.cross_entropy(logits, target)
+
+    parameters = [embedding.weight] if tied else [embedding.weight, head.weight]
+    found = adapter.differentiate(loss, [adapter.tensor(np.arange(8), "int64")], parameters)
+    return found.value, found.parameters, head.weight is embedding.weight
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_groups(1, 2, 4)
 @pytest.mark.parametrize("gather", [False, True])
-def test_tied_head(world_size: int, gather: bool) -> None:
+def test_tied_head(platform: str, world_size: int, gather: bool) -> None:
+    """One vocabulary-sharded weight serves both, with one gradient (torchtitan#2252, transformers#48824)."""
     table, ids, target = values(11, WIDTH), np.arange(8), np.arange(2, 10)
     logits = table[ids] @ table.T
     shifted = np.exp(logits - logits.max(1, keepdims=True))
@@ -151,23 +144,26 @@ def test_tied_head(world_size: int, gather: bool) -> None:
     of_head = grad_logits.T @ table[ids]
     of_embedding = np.zeros_like(table)
     np.add.at(of_embedding, ids, grad_logits @ table)
-    right = {True: (of_embedding + of_head,) * 2, False: (of_embedding, of_head)}
+    right = {True: [of_embedding + of_head], False: [of_embedding, of_head]}
     for tied in (True, False):
-        for loss, embedding, head, same in run_distributed(tied_model, tied, gather, world_size=world_size):
+        found = run_distributed(tied_model, tied, gather, platform=platform, world_size=world_size)
+        for loss, _, same in found:
             np.testing.assert_allclose(loss, -np.log(p[np.arange(8), target]).mean(), rtol=1e-12)
-            np.testing.assert_allclose(embedding, right[tied][0], rtol=1e-9, atol=1e-12)
-            np.testing.assert_allclose(head, right[tied][1], rtol=1e-9, atol=1e-12)
             assert same == tied
+        for index, gradient in enumerate(right[tied]):
+            whole = whole_of([parts[index] for _, parts, _ in found])
+            np.testing.assert_allclose(whole, gradient, rtol=1e-9, atol=1e-12)
 
 
 def misfit() -> None:
     from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding, VocabParallelHead
-    from tests.tensor_parallel.torch_workers import tp_mesh
+    from tests.tensor_parallel.adapters import this_adapter
 
-    embedding = VocabParallelEmbedding(5, 2, group=tp_mesh())
-    VocabParallelHead(3, 5, group=tp_mesh(), tied_to=embedding)
+    embedding = VocabParallelEmbedding(5, 2, group=this_adapter().mesh)
+    VocabParallelHead(3, 5, group=this_adapter().mesh, tied_to=embedding)
 
 
-def test_a_head_that_does_not_fit_the_embedding() -> None:
-    for error in run_distributed(misfit, world_size=2, expect_error=True):
+@on_groups(2)
+def test_a_head_that_does_not_fit_the_embedding(platform: str, world_size: int) -> None:
+    for error in run_distributed(misfit, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "ParallelPlanError" and "(5, 2)" in error.message

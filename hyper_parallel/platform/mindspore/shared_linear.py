@@ -20,8 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def shared_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
     """:func:`linear` on this rank's rows of the weight.
 
-    Backward sums the gradient of ``x`` over the group. MindSpore queues that sum on a stream of its own where the
-    device has streams, so the order in which the two gradients are asked for is all that could be said here.
+    Backward sums the gradient of ``x`` over the group; that this overlaps with the weight's gradient is left to the
+    device. The gradient can be differentiated again.
     """
     if group.size == 1:
         return linear(x, weight, bias)
