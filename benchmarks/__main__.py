@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid import fit_cases, loss_cases
+from benchmarks.grid import loss_cases
 from benchmarks.launch import RankFailed, run_ranks
 from benchmarks.plot import plot_losses
-from benchmarks.report import fitted_exponents, markdown, simple_table
+from benchmarks.report import fitted, markdown, simple_table
 
 _SUITES = ("loss", "fit", "exchange", "linear", "dispatch", "step")
 _PACKAGES = ("torch", "mindspore", "torchtitan", "megatron-core", "numpy")
@@ -51,19 +51,17 @@ def _measure(suite: str, options: argparse.Namespace) -> tuple[Any, str]:
         tokens = options.tokens or ([256] if options.quick else [1024])
         classes = options.classes or ([32768] if options.quick else [131072])
         dtypes = options.dtypes or (["float32"] if options.backend == "mindspore" else ["float32", "bfloat16"])
-        cases: list[dict[str, Any]] = run(
-            f"{options.backend}_loss", {"cases": list(loss_cases(options.quick, dtypes, tokens, classes))}
-        )
+        cases: list[dict[str, Any]] = []
+        for dtype in dtypes:
+            planned = list(loss_cases(options.quick, [dtype], tokens, classes))
+            cases += run(f"{options.backend}_loss", {"cases": planned})
         if not options.quick and options.backend == "torch":
-            small = list(loss_cases(options.quick, dtypes[:1], [256], [32768]))
-            for size in {2, 4}:
-                cases += run("torch_loss", {"cases": small}, size)
+            small = list(loss_cases(options.quick, dtypes[:1], [512], [32768]))
+            cases += run("torch_loss", {"cases": small}, 2 * options.ranks)
         return cases, markdown(cases)
     if suite == "fit":
-        measured = run("torch_loss", {"cases": list(fit_cases(options.quick))})
-        exponents = fitted_exponents(measured)
-        lines = [f"time ~ ({what})^{value:.3f} (in proportion: 1)" for what, value in exponents.items()]
-        return {"exponents": exponents, "cases": measured}, "\n".join(lines)
+        grown = run("torch_fit", {"quick": options.quick})
+        return grown, fitted(grown)
     rows = run(f"{options.backend}_{suite}", {"quick": options.quick})
     return rows, simple_table(rows)
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import case_title, markdown, simple_table
+from benchmarks.report import case_title, fitted, markdown, simple_table
 
 __all__ = ["full_tables", "rewritten", "short_table"]
 
@@ -51,7 +51,7 @@ def _suite(suite: str, measured: Any) -> str:
     if suite == "loss":
         return markdown(measured)
     if suite == "fit":
-        return "\n".join(f"- time ~ ({what})^{value:.2f}" for what, value in measured["exponents"].items())
+        return fitted(measured)
     return simple_table(measured)
 
 

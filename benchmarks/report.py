@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.fit import exponent
-from benchmarks.grid import FIT_CLASSES, FIT_TOKENS
 from benchmarks.least import least_bytes
 
-__all__ = ["case_title", "fitted_exponents", "markdown", "simple_table"]
+__all__ = ["case_title", "fitted", "markdown", "simple_table"]
 
 Case = dict[str, Any]
 
@@ -56,18 +54,11 @@ def simple_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def fitted_exponents(cases: list[Case]) -> dict[str, float]:
-    """How time grows with tokens and with local classes (1: in proportion)."""
-
-    def cost(case: Case) -> float:
-        return float(next(iter(case["losses"].values()))["both"])
-
-    tokens = [c for c in cases if c["classes"] == FIT_CLASSES[0]]
-    classes = sorted((c for c in cases if c["tokens"] == FIT_TOKENS[0]), key=lambda c: c["classes"])
-    return {
-        "tokens": exponent([c["tokens"] for c in tokens], [cost(c) for c in tokens]),
-        "local classes": exponent([c["classes"] for c in classes], [cost(c) for c in classes]),
-    }
+def fitted(found: dict[str, Any]) -> str:
+    """The exponents, and what they come from."""
+    lines = [f"- time ~ ({what})^{value:.2f}" for what, value in found["exponents"].items()]
+    times = ", ".join(f"{name}: {ms} ms" for name, ms in found["ms"].items())
+    return "\n".join([*lines, f"- tokens x classes, forward and backward in place: {times}"])
 
 
 def _bytes(count: int) -> str:

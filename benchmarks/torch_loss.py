@@ -17,7 +17,7 @@ from benchmarks.timing import Clock, interleave
 from benchmarks.torch_losses import Loss, Setting, available_losses
 from benchmarks.traffic import TrafficMeter
 
-__all__ = ["run"]
+__all__ = ["measure_once", "run"]
 
 
 def run(options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,14 +47,12 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
     width = classes // size
     generator = torch.Generator().manual_seed(rank)
     logits = torch.randn(tokens, width, generator=generator).to(dtype)
-    losses, missing = available_losses(setting)
-    if case["only"] is not None:
-        losses = {name: losses[name] for name in case["only"] if name in losses}
+    losses, missing = available_losses(setting, case["only"])
     room = torch.empty_like(logits)  # what a loss may overwrite, filled anew before each measurement
     facts = {name: _facts(loss, logits, room) for name, loss in losses.items()}
     _agree({name: fact["loss"] for name, fact in facts.items()})
     calls: dict[str, Callable[[], dict[str, float]]] = {
-        name: partial(_times, loss, logits, room) for name, loss in losses.items()
+        name: partial(measure_once, loss, logits, room) for name, loss in losses.items()
     }
     times = interleave(calls, case["repetitions"], dist.barrier)
     return {
@@ -80,25 +78,29 @@ def _step(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> tuple[float, 
     return float(value.detach()), taken, {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def _times(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, float]:
+def measure_once(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, float]:
+    """Seconds of forward, backward and both; ``room`` is where the logits are while the loss works on them."""
     room.copy_(logits)
     dist.barrier()
     return _step(loss, logits, room)[2]
 
 
 def _facts(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, Any]:
-    """What needs no repetition, each in a run of its own: this also warms up."""
-    room.copy_(logits)
-    with TrafficMeter() as meter:
-        value, (gradient,), _ = _step(loss, logits, room)
-    magnitude = float(gradient.detach().abs().sum(dtype=torch.float64))
-    del gradient
+    """What needs no repetition; this also warms up."""
+    found: dict[str, Any] = {}
+    meter = TrafficMeter()
+
+    def step() -> None:
+        with meter:
+            found["loss"], found["gradient"], _ = _step(loss, logits, room)
+
     room.copy_(logits)
     dist.barrier()
-    peak = peak_extra_bytes(lambda: _step(loss, logits, room))
+    peak = peak_extra_bytes(step)
+    (gradient,) = found["gradient"]
     return {
-        "loss": value,
-        "gradient": magnitude,
+        "loss": found["loss"],
+        "gradient": float(gradient.detach().abs().sum(dtype=torch.float64)),
         "peak_bytes": peak,
         "collectives": dict(meter.calls),
         "bytes_sent": meter.bytes_sent,

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,21 +44,24 @@ class Setting:
         return cls(target, classes, native, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
 
 
-def available_losses(setting: Setting) -> tuple[dict[str, Loss], dict[str, str]]:
-    """Name -> loss, and name -> why it cannot run here."""
+def available_losses(setting: Setting, only: list[str] | None = None) -> tuple[dict[str, Loss], dict[str, str]]:
+    """Name -> loss, and name -> why it cannot run here; of all, or of those named."""
     makers = {
         "ours: context, DTensor": _context,
         "ours: context, torch DTensor": _context_native,
-        "ours: functional": lambda s: _functional(s, inplace=False),
-        "ours: functional, in place": lambda s: _functional(s, inplace=True),
+        "ours: functional": partial(_functional, inplace=False),
+        "ours: functional, in place": partial(_functional, inplace=True),
         "PyTorch loss_parallel": _pytorch,
         "TorchTitan": _torchtitan,
-        "Megatron-Core": _megatron,
+        "Megatron-Core": partial(_megatron, keep=False),
+        "Megatron-Core, fp32 logits kept": partial(_megatron, keep=True),
         "gather + cross_entropy": _gather,
     }
     found: dict[str, Loss] = {}
     missing: dict[str, str] = {}
     for name, make in makers.items():
+        if only is not None and name not in only:
+            continue
         try:
             found[name] = make(setting)
         except ImportError as e:
@@ -122,7 +126,8 @@ def _torchtitan(setting: Setting) -> Loss:
     return Loss(loss)
 
 
-def _megatron(setting: Setting) -> Loss:
+def _megatron(setting: Setting, keep: bool) -> Loss:
+    """It overwrites fp32 logits in the forward pass; who needs them afterwards copies them."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -130,7 +135,8 @@ def _megatron(setting: Setting) -> Loss:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_cross_entropy(x[:, None], setting.target[:, None]).mean()
+        own = x.clone() if keep and x.dtype == torch.float32 else x
+        return vocab_parallel_cross_entropy(own[:, None], setting.target[:, None]).mean()
 
     return Loss(loss)
 

@@ -1,0 +1,45 @@
+"""How the time of our loss grows with tokens and with local classes; all sizes in turn."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.fit import exponent
+from benchmarks.timing import interleave
+from benchmarks.torch_loss import measure_once
+from benchmarks.torch_losses import Setting, available_losses
+
+__all__ = ["run"]
+
+_NAME = "ours: functional, in place"
+_TOKENS, _CLASSES = (512, 1024, 2048, 4096), (32768, 65536, 131072, 262144)
+
+
+def run(options: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of forward and backward by size, and the exponents (1: in proportion)."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sizes = [(tokens, _CLASSES[0]) for tokens in _TOKENS] + [(_TOKENS[0], classes) for classes in _CLASSES[1:]]
+    pool = torch.randn(_TOKENS[-1] * _CLASSES[0] // size, generator=torch.Generator().manual_seed(rank))
+    room = torch.empty_like(pool)
+    ways = {}
+    for tokens, classes in sizes:
+        loss = available_losses(Setting.make(tokens, classes), [_NAME])[0][_NAME]
+        part = slice(0, tokens * classes // size)
+        ways[f"{tokens} x {classes}"] = partial(
+            measure_once, loss, pool[part].view(tokens, -1), room[part].view(tokens, -1)
+        )
+    for way in ways.values():
+        way()
+    found = interleave(ways, 5 if options["quick"] else 11, dist.barrier)
+    times = dict(zip(sizes, (1e3 * found[name]["both"] for name in ways)))
+    by_tokens = [times[n, _CLASSES[0]] for n in _TOKENS]
+    by_classes = [times[_TOKENS[0], v] for v in _CLASSES]
+    return {
+        "exponents": {"tokens": exponent(_TOKENS, by_tokens), "local classes": exponent(_CLASSES, by_classes)},
+        "ms": {name: round(found[name]["both"] * 1e3, 1) for name in ways},
+    }
