@@ -58,11 +58,6 @@ class Tokens:
         checksum = zlib.crc32(f"{self.checksum} {first} {stop}".encode())
         return Tokens(self.ids[first:stop], starts, checksum, self.highest)
 
-    @property
-    def size_text(self) -> str:
-        """How much it is, in words."""
-        return f"{len(self.ids):,} tokens in {len(self.starts):,} document{'s' * (len(self.starts) != 1)}"
-
 
 def collect(pieces: Iterable[Piece], dtype: str, write: Callable[[bytes], object]) -> tuple[array[int], int, int, int]:
     """Pass all ids on to ``write``, piece by piece.

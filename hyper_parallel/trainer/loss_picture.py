@@ -30,8 +30,8 @@ def draw_losses(runs: Mapping[str, Path], target: Path) -> None:
         losses = read_losses(path)
         (line,) = axes.plot(list(losses), list(losses.values()), style, label=label, linewidth=1.2)
         if validation := read_column(path, "validation_loss"):
-            dots = {"color": line.get_color(), "label": f"{label}, validation"}
-            axes.plot(list(validation), list(validation.values()), "o", **dots)
+            dots = f"{label}, validation"
+            axes.plot(list(validation), list(validation.values()), "o", color=line.get_color(), label=dots)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")

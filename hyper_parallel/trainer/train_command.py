@@ -57,6 +57,9 @@ def run_reporting(name: str, action: Callable[[], int]) -> int:
     except JobInterrupted as stop:
         print(f"\nhyper-parallel {name}: {stop}", file=sys.stderr)
         return 128 + stop.signal_number
+    except KeyboardInterrupt:  # before there were workers to tell
+        print(f"\nhyper-parallel {name}: stopped by SIGINT", file=sys.stderr)
+        return INTERRUPTED
 
 
 def check(options: TrainOptions) -> None:

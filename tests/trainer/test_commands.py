@@ -11,7 +11,7 @@ import pytest
 
 import hyper_parallel
 from hyper_parallel import cli
-from hyper_parallel.trainer import report, train_command
+from hyper_parallel.trainer import data_cache, report, train_command
 from hyper_parallel.trainer.matrix_command import describe_matrix
 
 CONTENT = {
@@ -118,6 +118,20 @@ def test_wrong_text_is_told_in_one_line_before_any_worker_starts(
     assert cli.main([command, "--data", "data.jsonl", *SMALL, *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"hyper-parallel {command}: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_ctrl_c_while_text_is_read_ends_the_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_cache, "encode_files", interrupted)
+    Path("data.txt").write_text("some text " * 20)
+    assert cli.main([command, "--data", "data.txt", *SMALL]) == 130
+    assert capsys.readouterr().err == f"\nhyper-parallel {command}: stopped by SIGINT\n"
+    assert [f.name for f in Path("out/tokens").iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(

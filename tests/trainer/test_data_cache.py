@@ -97,7 +97,7 @@ def test_reading_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert batch > 0 and len(tokens.ids) == path.stat().st_size + 2 and path.stat().st_size > 30 << 20
+    assert batch > 0 and len(tokens.ids) == path.stat().st_size + 2 and path.stat().st_size >= 30 << 20
     assert peak < 12 << 20
 
 
