@@ -34,6 +34,7 @@ _EXPORTS = {
     "LOSS_PARALLEL_OP_NAMES": "hyper_parallel.loss_parallel",
     "register_loss_parallel_op_names": "hyper_parallel.loss_parallel",
     "vocab_parallel_cross_entropy": "hyper_parallel.loss_parallel.functional",
+    "linear_cross_entropy": "hyper_parallel.loss_parallel.linear",
     "vocab_parallel_argmax": "hyper_parallel.loss_parallel.argmax",
     "vocab_parallel_topk": "hyper_parallel.loss_parallel.argmax",
     "CopyToTPRegion": "hyper_parallel.tensor_parallel.regions",

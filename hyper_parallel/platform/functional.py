@@ -30,9 +30,9 @@ class LinearLoss:
         options: of the loss.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``.
         softcap: ``logits = softcap * tanh(logits / softcap)``; None: as they are.
-        chunk_size: tokens in a chunk; None: so many that a chunk's logits take about 32 MiB in fp32 on CPU, 512 MiB
-            elsewhere.
-        pieces: where the hidden states' dim 0 is cut over the ranks (sequence parallelism), the tokens of each rank.
+        chunk_size: tokens in a chunk; None: the backend's choice.
+        sequence_dim: the dim of the hidden states that is cut over the ranks, as ``torch.chunk`` does; None: they are
+            whole, and equal on all ranks.
     """
 
     shard: ClassShard
@@ -40,7 +40,7 @@ class LinearLoss:
     reduction: str
     softcap: float | None = None
     chunk_size: int | None = None
-    pieces: tuple[int, ...] | None = None
+    sequence_dim: int | None = None
 
 
 class LossFunctions(ABC):
@@ -67,7 +67,7 @@ class LossFunctions(ABC):
     def linear_loss(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss
     ) -> Tensor:
-        """The loss of ``hidden @ weight.T + bias`` (``[tokens, H]``, ``[V_local, H]``, ``[V_local]``), chunk by chunk.
+        """The loss of ``hidden @ weight.T + bias``, chunk by chunk; shapes ``[..., H]``, ``[V_local, H]``, ``[V_local]``.
 
         Gradients of the weight and the bias are added up in fp32, that of ``hidden`` is summed over the ranks in fp32.
         """

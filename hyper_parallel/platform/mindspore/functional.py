@@ -8,6 +8,7 @@ from mindspore import Tensor, _no_grad, ops
 from hyper_parallel.platform.functional import LinearLoss, LossFunctions
 from hyper_parallel.platform.mindspore._host import on_cpu, to_host, to_tensor
 from hyper_parallel.platform.mindspore._largest import largest
+from hyper_parallel.platform.mindspore._linear_loss import linear_loss
 
 __all__ = ["MindSporeLossFunctions", "create_loss_functions"]
 
@@ -23,7 +24,7 @@ class MindSporeLossFunctions(LossFunctions):
     def linear_loss(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss
     ) -> Tensor:
-        raise NotImplementedError
+        return linear_loss(hidden, weight, bias, target, loss)
 
     def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if on_cpu():

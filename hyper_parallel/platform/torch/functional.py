@@ -7,8 +7,10 @@ import torch
 from hyper_parallel.loss_parallel.kernel_spec import LossOptions, TokenOutputs
 from hyper_parallel.platform.functional import FindShard, LinearLoss, LossFunctions
 from hyper_parallel.platform.platform import Group
+from hyper_parallel.platform.torch import _linear_ops as linear_ops
 from hyper_parallel.platform.torch import _loss_ops as loss_ops
 from hyper_parallel.platform.torch._largest import largest
+from hyper_parallel.platform.torch._linear_loss import linear_loss
 
 __all__ = ["TorchLossFunctions", "create_loss_functions"]
 
@@ -43,7 +45,9 @@ class TorchLossFunctions(LossFunctions):
         target: torch.Tensor,
         loss: LinearLoss,
     ) -> torch.Tensor:
-        raise NotImplementedError
+        if torch.compiler.is_compiling():
+            return linear_ops.linear_loss(hidden, weight, bias, target, loss)
+        return linear_loss(hidden, weight, bias, target, loss)
 
     def largest(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         return largest(x, k)
