@@ -126,6 +126,17 @@ def bits(dtype: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, str]:
     return parameter.astype(mindspore.float32).asnumpy().copy(), raw, str(parameter.dtype)
 
 
+def strided(dtype: str) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Filled and read where the elements lie in another order in memory."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    parameter = Parameter(Tensor(np.zeros((4, 3)), getattr(mindspore, dtype)))
+    parameter.assign_value(parameter.swapaxes(0, 1))
+    before = parameter.is_contiguous()
+    fill(parameter, values)
+    raw = np.array(create_weight_backend().reader(parameter).read(0, parameter.size * parameter.itemsize))
+    return parameter.astype(mindspore.float32).asnumpy().copy(), raw, before
+
+
 def copies_and_moves() -> dict[str, Any]:
     with deferred_parameters():
         model = nn.Dense(4, 4)

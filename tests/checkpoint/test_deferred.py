@@ -88,6 +88,15 @@ def test_bytes_and_rounding() -> None:
         assert read.shape == shape and len(raw) == 2 * read.size
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_in_another_order(dtype: str) -> None:
+    read, raw, contiguous = run("strided", dtype)
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(read, values)
+    assert not contiguous
+    assert raw.tobytes() == (to_bfloat16(values) if dtype == "bfloat16" else values).tobytes()
+
+
 def test_copies_and_moves() -> None:
     found = run("copies_and_moves")
     assert found["dtype"] == "BFloat16" and np.abs(found["twin"]).max() <= 0.5

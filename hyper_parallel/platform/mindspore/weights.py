@@ -88,10 +88,12 @@ class _Writer(BlockWriter):
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._name = _dtype_name(tensor)
-        bits = _host.to_bits(tensor) if _host.on_cpu() and tensor.is_contiguous() else None
-        self._in_place = bits is not None and bits.flags.writeable
-        self._bits = bits if self._in_place else np.empty(tuple(tensor.shape), host_dtype(self._name))
-        self._flat = self._bits.reshape(-1)
+        own = _host.to_bits(tensor) if _host.on_cpu() and tensor.is_contiguous() else None
+        self._in_place = own is not None and own.flags.writeable
+        if own is None or not self._in_place:
+            own = np.empty(tuple(tensor.shape), host_dtype(self._name))
+        self._bits = own
+        self._flat = own.reshape(-1)
 
     def put(self, start: int, raw: Any, dtype: str) -> None:
         values = raw.view(host_dtype(dtype))
