@@ -27,21 +27,26 @@ def _table(case: Case) -> Iterator[str]:
     limit = {part: size / bandwidth for part, size in least.items()}
     yield f"**{case_title(case)}**"
     yield ""
-    yield "| | forward ms | backward ms | both ms | times ours | times the limit | peak memory | collectives | sent |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---|---:|"
+    yield (
+        "| | forward ms | backward ms | both ms | of ours | CPU ms | of ours | of the limit | peak memory | collectives "
+        "| sent |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|"
     ours = case["losses"].get("ours: functional") or next(iter(case["losses"].values()))
     for name, loss in case["losses"].items():
         times = " | ".join(f"{loss[part] * 1e3:.1f}" for part in ("forward", "backward", "both"))
         peak = "unknown" if loss["peak_bytes"] is None else f"{loss['peak_bytes'] / case['logits_bytes']:.2f}"
         collectives = ", ".join(f"{count} {what}" for what, count in loss["collectives"].items())
         yield (
-            f"| {name} | {times} | {loss['both'] / ours['both']:.2f} | {loss['both'] / limit['both']:.1f} | {peak} "
+            f"| {name} | {times} | {loss['both'] / ours['both']:.2f} | {loss['cpu'] * 1e3:.1f} "
+            f"| {loss['cpu'] / ours['cpu']:.2f} | {loss['cpu'] / limit['both']:.1f} | {peak} "
             f"| {collectives} | {_bytes(loss['bytes_sent'])} |"
         )
     for name, why in case["missing"].items():
-        yield f"| {name} | {why} | | | | | | | |"
+        yield f"| {name} | {why} | | | | | | | | | |"
     milliseconds = " | ".join(f"{limit[part] * 1e3:.1f}" for part in ("forward", "backward", "both"))
-    yield f"| *limit: a copy moves {bandwidth / 1e9:.1f} GB/s on each rank* | {milliseconds} | | 1.0 | | | |"
+    both = f"{limit['both'] * 1e3:.1f}"
+    yield f"| *limit: a copy moves {bandwidth / 1e9:.1f} GB/s on each rank* | {milliseconds} | | {both} | | 1.0 | | | |"
 
 
 def simple_table(rows: list[dict[str, Any]]) -> str:
@@ -58,7 +63,7 @@ def fitted(found: dict[str, Any]) -> str:
     """The exponents, and what they come from."""
     lines = [f"- time ~ ({what})^{value:.2f}" for what, value in found["exponents"].items()]
     times = ", ".join(f"{name}: {ms} ms" for name, ms in found["ms"].items())
-    return "\n".join([*lines, f"- tokens x classes, forward and backward in place: {times}"])
+    return "\n".join([*lines, f"- tokens x classes, CPU time of forward and backward in place: {times}"])
 
 
 def _bytes(count: int) -> str:

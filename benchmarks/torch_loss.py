@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,12 +71,15 @@ def _step(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> tuple[float, 
     taken: list[torch.Tensor] = []
     with loss.around():
         produced = Produced.apply(source, room, taken)
+        worked = time.process_time()
         clock = Clock()
         value = loss.compute(produced)
         forward = clock.lap()
         value.backward()
         backward = clock.lap()
-    return float(value.detach()), taken, {"forward": forward, "backward": backward, "both": forward + backward}
+        worked = time.process_time() - worked
+    times = {"forward": forward, "backward": backward, "both": forward + backward, "cpu": worked}
+    return float(value.detach()), taken, times
 
 
 def measure_once(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, float]:

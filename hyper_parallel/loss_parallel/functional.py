@@ -67,7 +67,8 @@ def vocab_parallel_cross_entropy(
 
     Collectives:
         Forward one all-gather of 8 bytes a token (12 on accelerators, 4 more with smoothing, 4 more with the entropy;
-        groups of more than 8 with much to send: two all-reduces), after those of ``num_classes`` and ``validate``. Backward none.
+        groups of more than 8 with much to send: two all-reduces), after those of ``num_classes`` and ``validate``.
+        Backward none.
 
     Raises:
         LossParallelLayoutError: shapes that do not fit, classes not cut as ``torch.chunk`` does.
