@@ -45,8 +45,8 @@ def _table(case: Case) -> Iterator[str]:
     for name, why in case["missing"].items():
         yield f"| {name} | {why} | | | | | | | | | |"
     milliseconds = " | ".join(f"{limit[part] * 1e3:.1f}" for part in ("forward", "backward", "both"))
-    both = f"{limit['both'] * 1e3:.1f}"
-    yield f"| *limit: a copy moves {bandwidth / 1e9:.1f} GB/s on each rank* | {milliseconds} | | {both} | | 1.0 | | | |"
+    name, both = f"limit: a copy moves {bandwidth / 1e9:.1f} GB/s on each rank", f"{limit['both'] * 1e3:.1f}"
+    yield f"| *{name}* | {milliseconds} | | {both} | | 1.0 | | | |"
 
 
 def simple_table(rows: list[dict[str, Any]]) -> str:

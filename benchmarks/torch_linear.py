@@ -22,7 +22,7 @@ __all__ = ["run"]
 def run(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Forward and backward from hidden states to their gradient and the weight's."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    tokens, hidden_size, classes = (256, 256, 8192) if options["quick"] else (2048, 1024, 32768)
+    tokens, hidden_size, classes = (256, 256, 8192) if options["quick"] else (2048, 1024, 16384)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     hidden = torch.randn(tokens, hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight = torch.randn(classes // size, hidden_size, generator=torch.Generator().manual_seed(rank)).mul_(0.02)
@@ -51,7 +51,7 @@ def run(options: dict[str, Any]) -> list[dict[str, Any]]:
 
     losses = {name: step(way)["loss"] for name, way in ways.items()}
     peaks = {name: peak_extra_bytes(partial(step, way)) for name, way in ways.items()}
-    times = interleave({name: partial(step, way) for name, way in ways.items()}, 3, dist.barrier)
+    times = interleave({name: partial(step, way) for name, way in ways.items()}, 2, dist.barrier)
     logits = tokens * classes // size * 4
     return [
         {
