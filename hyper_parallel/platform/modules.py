@@ -155,7 +155,7 @@ class ModuleBackend(ABC):
 
     @abstractmethod
     def change_count(self, x: Tensor) -> int | None:
-        """How often ``x`` was changed in place; None where the framework does not count."""
+        """A number that is another one when ``x`` was changed in place; None where none can be had cheaply."""
 
     @abstractmethod
     def lookup(self, ids: Tensor, table: Tensor, start: int, padding_idx: int | None) -> Tensor:

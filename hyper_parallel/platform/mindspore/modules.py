@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform.mindspore import _gradients, _host
 from hyper_parallel.platform.mindspore.custom_grad import linear_map
 from hyper_parallel.platform.mindspore.deferred import deferred_parameter, is_deferred, is_deferring, replace_value
+from hyper_parallel.platform.mindspore.dtensor import as_local
 from hyper_parallel.platform.mindspore.embedding import Embedding
 from hyper_parallel.platform.mindspore.module_rules import RuledModule, add_rule, call_with, recomputes, rules_of
 from hyper_parallel.platform.mindspore.shared_linear import linear, shared_linear
@@ -158,7 +160,8 @@ class MindSporeModuleBackend(ModuleBackend):
         return shared_linear(x, weight.swapaxes(0, 1) if transposed else weight, bias, group)
 
     def change_count(self, x: Tensor) -> int | None:
-        return None  # Tensor._version goes back to 0 when a tensor is assigned to
+        # Tensor._version misses assignments; a checksum costs little beside the collective that it may save
+        return zlib.crc32(_host.to_bits(as_local(x)).tobytes()) if _host.on_cpu() else None
 
     def lookup(self, ids: Tensor, table: Tensor, start: int, padding_idx: int | None) -> Tensor:
         rows, width = table.shape
