@@ -117,14 +117,13 @@ class Checkpointer:
             return
         remove_leftovers(self._folder)
         steps = list_steps(self._folder)
-        if start is not None and start.parent == self._folder and start.name == step_name(steps[-1]):
-            return
-        after = start.name if start is not None and start.parent == self._folder else ""
-        if others := [step for step in steps if step_name(step) > after]:
-            begins = f"after {start}" if start is not None else "anew"
+        inside = start is not None and start.parent == self._folder
+        begins = next((step for step in steps if inside and start is not None and step_name(step) == start.name), -1)
+        if others := [step for step in steps if step > begins]:
             raise CheckpointError(
-                f"{self._folder} holds {step_name(others[-1])} of another run, and this one begins {begins}; remove it, "
-                "go on from it (--checkpoint.resume auto), or choose another output folder"
+                f"{self._folder} holds {step_name(others[-1])} of another run, and this one begins "
+                f"{'anew' if start is None else f'after {start}'}; remove it, go on from it "
+                "(--checkpoint.resume auto), or choose another output folder"
             )
 
 

@@ -14,14 +14,7 @@ from hyper_parallel.tensor_parallel.checkpoint_agreement import agree
 from hyper_parallel.tensor_parallel.hf_load import load_hf_checkpoint
 from hyper_parallel.trainer.checkpoint_manifest import Manifest
 from hyper_parallel.trainer.checkpoint_state import STATE_FILE, TrainState
-from hyper_parallel.trainer.checkpoint_tensors import (
-    MODEL_FOLDER,
-    OPTIMIZER_FOLDER,
-    TrainedParts,
-    match_moments,
-    moment_tensors,
-    read_moments,
-)
+from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER, TrainedParts, match_moments, read_moments
 
 __all__ = ["open_whole_checkpoint", "read_checkpoint"]
 
@@ -57,16 +50,16 @@ def read_checkpoint(path: Path, parts: TrainedParts, seed: int) -> TrainState:
     _agree(error, view, "checksums", ranks, like)
     assert state is not None
     load_hf_checkpoint(parts.model, path / MODEL_FOLDER, device=parts.device_type)
-    moments, stored, error = moment_tensors(parts.model, parts.learner), None, None
+    moments, error = None, None
     try:
-        stored = match_moments(str(path / OPTIMIZER_FOLDER), moments)
+        moments = match_moments(path, parts.model, parts.learner)
     except CheckpointError as e:
         error = e
     _agree(error, [""], "optimizer", ranks, like)
-    assert stored is not None
+    assert moments is not None
     error = None
     try:
-        read_moments(stored, moments)
+        read_moments(moments)
         parts.learner.updates = state.updates
         _set_rng(state, parts, ranks, seed, path)
     except CheckpointError as e:

@@ -1,8 +1,10 @@
-"""The tensors of a training checkpoint: those of the model, and the optimizer's moments, cut as their parameters are."""
+"""The tensors of a training checkpoint: those of the model, and the optimizer's moments, cut as these are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import CheckpointError
@@ -12,7 +14,7 @@ from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import Learner, TrainingTools
 from hyper_parallel.platform.weights import get_weight_backend
 from hyper_parallel.tensor_parallel.byte_runs import spec_runs
-from hyper_parallel.tensor_parallel.checkpoint_files import Checkpoint, open_checkpoint
+from hyper_parallel.tensor_parallel.checkpoint_files import StoredTensor, open_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_reader import FileReader
 from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, every_rank, model_tensors
 
@@ -23,6 +25,9 @@ MODEL_FOLDER = "model"
 
 OPTIMIZER_FOLDER = "optimizer"
 """In a checkpoint: ``<parameter>.exp_avg`` and ``<parameter>.exp_avg_sq``, whole, in the same format."""
+
+_WIDE = "float32"
+"""Beside the moments, where a model computes in fewer bits: what its parameters are rounded from."""
 
 
 @dataclass(frozen=True)
@@ -75,41 +80,55 @@ def moment_tensors(model: Module, learner: Learner) -> list[ModelTensor]:
     return found
 
 
-def match_moments(folder: str, tensors: list[ModelTensor]) -> Checkpoint:
-    """The files of the moments, which hold these tensors and no others. Reads headers alone.
+def match_moments(path: Path, model: Module, learner: Learner) -> list[tuple[ModelTensor, StoredTensor]]:
+    """What of a checkpoint's folder belongs where. Reads headers alone.
+
+    Where only one of the two jobs keeps wider weights than it computes with (``float32``), these are read into the
+    parameters, or the stored weights into them.
 
     Raises:
-        CheckpointError: they do not; the message names the first tensors that do not fit.
+        CheckpointError: the moments are of other parameters; the message names the first that do not fit.
     """
-    checkpoint = open_checkpoint(folder)
-    names = {t.name for t in tensors}
-    if missing := sorted(names - checkpoint.tensors.keys()):
+    folder = path / OPTIMIZER_FOLDER
+    stored = dict(open_checkpoint(folder).tensors)
+    wanted = {t.name: t for t in moment_tensors(model, learner)}
+    weights = open_checkpoint(path / MODEL_FOLDER).tensors
+    for tensor in model_tensors(model):
+        name = f"{tensor.name}.{_WIDE}"
+        if name in stored and name not in wanted:
+            wanted[name] = replace(tensor, names=(name,))
+        if name in wanted and name not in stored and tensor.name in weights:
+            stored[name] = weights[tensor.name]
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise CheckpointError(f"{folder} does not have {', '.join(missing[:3])} ({len(missing)} moments are missing)")
-    if others := sorted(checkpoint.tensors.keys() - names):
+    if others := sorted(stored.keys() - wanted.keys()):
         raise CheckpointError(f"{folder} has moments of parameters that are not trained here: {', '.join(others[:3])}")
-    for tensor in tensors:
-        entry = checkpoint.tensors[tensor.name].entry
+    for name, tensor in wanted.items():
+        entry = stored[name].entry
         if entry.shape != tensor.spec.shape or "float" not in entry.dtype:
             raise CheckpointError(
-                f"{folder}: {tensor.name} is {entry.dtype} of shape {entry.shape}; expected {tensor.dtype} of shape "
+                f"{folder}: {name} is {entry.dtype} of shape {entry.shape}; expected {tensor.dtype} of shape "
                 f"{tensor.spec.shape}"
             )
-    return checkpoint
+    return [(tensor, stored[name]) for name, tensor in wanted.items()]
 
 
-def read_moments(checkpoint: Checkpoint, tensors: list[ModelTensor]) -> None:
+def read_moments(pairs: Sequence[tuple[ModelTensor, StoredTensor]]) -> None:
     """Read this rank's parts into the optimizer.
 
     Raises:
         CheckpointError: a file cannot be read to its end; the optimizer must not be used then.
     """
     with FileReader() as reader:
-        for tensor in tensors:
-            stored = checkpoint.tensors[tensor.name]
-            writer, size, dtype = get_weight_backend().writer(tensor.tensor), stored.entry.item_bytes, stored.entry.dtype
+        for tensor, stored in pairs:
+            _read(reader, tensor, stored)
 
-            def put(position: int, block: Any, writer: Any = writer, size: int = size, dtype: str = dtype) -> None:
-                writer.put(position // size, block, dtype)
 
-            reader.read(stored, spec_runs(tensor.spec, tensor.rank, size), put)
-            writer.close()
+def _read(reader: FileReader, tensor: ModelTensor, stored: StoredTensor) -> None:
+    writer, entry = get_weight_backend().writer(tensor.tensor), stored.entry
+
+    def put(position: int, block: Any) -> None:
+        writer.put(position // entry.item_bytes, block, entry.dtype)
+
+    reader.read(stored, spec_runs(tensor.spec, tensor.rank, entry.item_bytes), put)
+    writer.close()

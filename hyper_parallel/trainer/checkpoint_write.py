@@ -20,7 +20,14 @@ from hyper_parallel.tensor_parallel.checkpoint_files import INDEX_NAME
 from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, common_group, model_tensors
 from hyper_parallel.tensor_parallel.save_plan import PlannedFile, config_text, index_text, plan_files
 from hyper_parallel.tensor_parallel.save_stream import write_files
-from hyper_parallel.trainer.checkpoint_folder import flush_folder, make_draft, prune, publish, remove_leftovers, step_name
+from hyper_parallel.trainer.checkpoint_folder import (
+    flush_folder,
+    make_draft,
+    prune,
+    publish,
+    remove_leftovers,
+    step_name,
+)
 from hyper_parallel.trainer.checkpoint_manifest import FileFacts, Manifest, write_text
 from hyper_parallel.trainer.checkpoint_state import STATE_FILE, TrainState
 from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER, OPTIMIZER_FOLDER, TrainedParts, moment_tensors
@@ -92,7 +99,7 @@ class _Writing:
                 self._plans[name] = _deal(tensors, self._ranks.size)
             view = [
                 f"{self._folder} {step_name(self._state.step)}",
-                *(f"{n}/{f.name}: {t.name} {t.spec}" for n, plan in self._plans.items() for f in plan for t in f.tensors),
+                *(f"{n}/{f.name}: {t.name} {t.spec}" for n, p in self._plans.items() for f in p for t in f.tensors),
             ]
             if self._leads:
                 self._begin(f"{mark:016x}")

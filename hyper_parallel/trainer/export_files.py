@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.tensor_parallel.byte_runs import box_runs
 from hyper_parallel.tensor_parallel.checkpoint_files import INDEX_NAME, SINGLE_NAME, StoredTensor, open_checkpoint
@@ -65,10 +67,14 @@ def _groups(tensors: list[StoredTensor], max_shard_bytes: int) -> list[list[Stor
 def _write(path: Path, tensors: list[StoredTensor]) -> None:
     entries = {t.entry.name: (_FORMAT_NAMES[t.entry.dtype], t.entry.shape) for t in tensors}
     with open(path, "xb") as file, FileReader() as reader:
+
+        def append(_: int, block: np.ndarray) -> None:
+            file.write(block.data)
+
         file.write(encode_header(entries, {"format": "pt"}))
         for tensor in tensors:
             shape = tensor.entry.shape
             runs = box_runs(shape, [(0, size) for size in shape], tensor.entry.item_bytes)
-            reader.read(tensor, runs, lambda _, block: file.write(block.data))
+            reader.read(tensor, runs, append)
         file.flush()
         os.fsync(file.fileno())

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from hyper_parallel.trainer.checkpoint_folder import list_steps
 from hyper_parallel.trainer.command_line import parse_train_options
 from hyper_parallel.trainer.job import run_worker
 from hyper_parallel.trainer.summary import read_losses
-from tests.harness import run_distributed
+from tests.harness import Raised, run_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -40,28 +39,31 @@ def losses_of(arguments: list[str]) -> dict[int, float]:
     return read_losses(options.output / "metrics.jsonl")
 
 
-def arguments_of(root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch") -> list[str]:
+def arguments_of(
+    root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch"
+) -> list[str]:
     """What the command is given; ``degrees`` are dp and tp."""
+    dp, tp = map(str, degrees)
     return [
         *("--data", str(root / "text"), "--output", str(root / output), "--steps", str(STEPS), *TINY),
-        *("--parallelism.data-parallel-degree", str(degrees[0]), "--parallelism.tensor-parallel-degree", str(degrees[1])),
+        *("--parallelism.data-parallel-degree", dp, "--parallelism.tensor-parallel-degree", tp),
         *("--backend", platform, *more),
     ]
 
 
 def train(
-    root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch", **options: Any
+    root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch"
 ) -> dict[int, float]:
-    """Run a job in the harness."""
-    found = run_distributed(
-        losses_of,
-        arguments_of(root, output, *more, degrees=degrees, platform=platform),
-        platform=platform,
-        world_size=degrees[0] * degrees[1],
-        timeout=60,
-        **options,
-    )
-    return found[0] if "expect_error" not in options else found
+    """Run a job in the harness; the losses that its file has afterwards."""
+    arguments = arguments_of(root, output, *more, degrees=degrees, platform=platform)
+    size = degrees[0] * degrees[1]
+    losses: dict[int, float] = run_distributed(losses_of, arguments, platform=platform, world_size=size, timeout=60)[0]
+    return losses
+
+
+def failures(root: Path, output: str, *more: str) -> list[Raised]:
+    """Run a job at tp 2 that fails on both ranks."""
+    return run_distributed(losses_of, arguments_of(root, output, *more), expect_error=True, timeout=60)
 
 
 def environment() -> dict[str, str]:
@@ -71,7 +73,9 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def command(root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch") -> subprocess.Popen[str]:
+def command(
+    root: Path, output: str, *more: str, degrees: tuple[int, int] = (1, 2), platform: str = "torch"
+) -> subprocess.Popen[str]:
     """Start a job as users do."""
     arguments = arguments_of(root, output, *more, degrees=degrees, platform=platform)
     return subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_distributed, this_rank
-from tests.trainer.checkpoint_jobs import EVERY_2, arguments_of, losses_of, steps_in, train, write_text
+from tests.trainer.checkpoint_jobs import EVERY_2, arguments_of, failures, losses_of, steps_in, train, write_text
 
 pytestmark = pytest.mark.platform("torch")
 
@@ -70,9 +70,9 @@ def test_damage_is_found_and_named_on_all_ranks(name: str, root: Path, tmp_path:
     shutil.copytree(root / "run", tmp_path / "run")
     checkpoint = tmp_path / "run/checkpoints/step_000006"
     files = [p for p in checkpoint.rglob("*") if p.relative_to(checkpoint).as_posix().startswith(prefix)]
-    path = next((p for p in files if p.name == Path(prefix).name), files[0]) if damage is not add else checkpoint / prefix
+    path = checkpoint / prefix if damage is add else files[0]
     damage(path)
-    errors = train(tmp_path, "run", *EVERY_2, expect_error=True)
+    errors = failures(tmp_path, "run", *EVERY_2)
     assert errors[0] == errors[1] and errors[0].type == "CheckpointError"
     assert str(path) in errors[0].message and message in errors[0].message
     assert steps_in(tmp_path, "run") == [2, 4, 6], "somebody has removed what could be looked at"
@@ -89,21 +89,21 @@ def test_the_one_before_can_be_taken_when_the_damaged_one_is_removed(root: Path,
     ("resume", "message"), [("nowhere", "no checkpoint at"), ("text", "no checkpoint at"), ("run/step_000099", "no ")]
 )
 def test_a_path_without_a_checkpoint_is_named(resume: str, message: str, root: Path) -> None:
-    errors = train(root, "other", "--checkpoint.resume", str(root / resume), expect_error=True)
+    errors = failures(root, "other", "--checkpoint.resume", str(root / resume))
     assert errors[0] == errors[1] and message in errors[0].message and resume in errors[0].message
 
 
 def test_another_model_is_refused_in_words(root: Path) -> None:
     options = ["--checkpoint.resume", str(root / "run"), "--model.num-hidden-layers", "1"]
-    errors = train(root, "other", *options, expect_error=True)
+    errors = failures(root, "other", *options)
     assert errors[0] == errors[1] and "does not fit the model" in errors[0].message
-    errors = train(root, "other", "--checkpoint.resume", str(root / "run"), "--model.rope-theta", "5", expect_error=True)
+    errors = failures(root, "other", "--checkpoint.resume", str(root / "run"), "--model.rope-theta", "5")
     assert errors[0] == errors[1] and "model.rope_theta 10000.0 -> 5.0" in errors[0].message
 
 
 def test_other_text_is_refused(root: Path) -> None:
     options = ["--checkpoint.resume", str(root / "run"), "--training.batch-size", "2"]
-    errors = train(root, "other", *options, expect_error=True)
+    errors = failures(root, "other", *options)
     assert errors[0] == errors[1] and "batch_size" in errors[0].message
 
 
@@ -140,6 +140,6 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").write_text("in the way")
-    errors = train(tmp_path, "run", *EVERY_2, expect_error=True)
+    errors = failures(tmp_path, "run", *EVERY_2)
     assert errors[0] == errors[1] and errors[0].type == "CheckpointError"
     assert "run/checkpoints" in errors[0].message and "Not a directory" in errors[0].message

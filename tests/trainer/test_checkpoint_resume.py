@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.trainer.checkpoint_jobs import EVERY_2, STEPS, steps_in, steps_logged, train, write_text
+from hyper_parallel.trainer.command_line import parse_train_options
+from hyper_parallel.trainer.job import run_worker
+from hyper_parallel.trainer.summary import read_losses
+from tests.harness import run_distributed
+from tests.trainer.checkpoint_jobs import (
+    EVERY_2,
+    STEPS,
+    arguments_of,
+    failures,
+    steps_in,
+    steps_logged,
+    train,
+    write_text,
+)
 
 pytestmark = pytest.mark.platform("torch")
 ALL = list(range(1, STEPS + 1))
@@ -63,6 +77,41 @@ def test_other_numbers_of_ranks_go_on_as_well(degrees: tuple[int, int], root: Pa
     assert losses == pytest.approx({step: whole[step] for step in (5, 6)}, abs=1e-4)
 
 
+def losses_with_chance(arguments: list[str]) -> dict[int, float]:
+    """In a worker: a loss that draws random numbers in every step."""
+    import torch
+
+    from hyper_parallel.trainer.loss import CrossEntropyLoss
+
+    def loss(logits: Any, labels: Any, valid: int) -> Any:
+        return CrossEntropyLoss()(logits, labels, valid) * (1 + 0.1 * torch.rand(()))
+
+    options = parse_train_options(arguments)
+    run_worker(options, loss=loss)
+    return read_losses(options.output / "metrics.jsonl")
+
+
+def test_random_numbers_go_on_where_they_were(root: Path, whole: dict[int, float]) -> None:
+    def losses(output: str, *more: str) -> dict[int, float]:
+        found: dict[int, float] = run_distributed(losses_with_chance, arguments_of(root, output, *more), timeout=60)[0]
+        return found
+
+    before = losses("chance", *EVERY_2)
+    assert before[1] != whole[1]
+    after = losses("chance after", "--checkpoint.resume", str(root / "chance/checkpoints/step_000004"))
+    assert after == {step: before[step] for step in (5, 6)}
+
+
+@pytest.mark.parametrize("first", ["bfloat16", "float32"])
+def test_a_run_goes_on_in_another_precision(first: str, root: Path, whole: dict[int, float]) -> None:
+    second = "float32" if first == "bfloat16" else "bfloat16"
+    train(root, first, *EVERY_2, "--training.mixed-precision-param", first)
+    last = root / first / "checkpoints/step_000004"
+    options = ["--checkpoint.resume", str(last), "--training.mixed-precision-param", second]
+    # bfloat16 has 8 bits: the two runs are as far apart as their first losses would be
+    assert train(root, f"{first} then", *options) == pytest.approx({s: whole[s] for s in (5, 6)}, abs=5e-2)
+
+
 def test_a_run_goes_on_by_itself_and_keeps_its_metrics(root: Path, whole: dict[int, float]) -> None:
     shutil.copytree(root / "whole", root / "again")
     shutil.rmtree(root / "again/checkpoints/step_000006")
@@ -84,6 +133,6 @@ def test_the_last_k_are_kept(root: Path) -> None:
 def test_a_new_run_does_not_write_among_checkpoints_of_another(root: Path, whole: dict[int, float]) -> None:
     kept = [*EVERY_2, "--checkpoint.resume"]
     for how in ("none", str(root / "whole/checkpoints/step_000002")):
-        error = train(root, "whole", *kept, how, expect_error=True)
-        assert all("holds step_000006 of another run" in str(e.message) for e in error)
+        errors = failures(root, "whole", *kept, how)
+        assert all("holds step_000006 of another run" in str(e.message) for e in errors)
     assert steps_in(root, "whole") == [2, 4, 6]

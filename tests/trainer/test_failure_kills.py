@@ -20,10 +20,8 @@ import pytest
 from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
 from tests.trainer.checkpoint_jobs import command, steps_in, steps_logged, train, write_text
 
-pytestmark = [
-    pytest.mark.platform("torch"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the workers in /proc"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the workers in /proc")
+TORCH, MINDSPORE = (pytest.param(name, marks=pytest.mark.platform(name)) for name in ("torch", "mindspore"))
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 REPETITIONS = 20 if NIGHTLY else 1
 LONG = ["--steps", "100000", "--checkpoint.enable", "--checkpoint.interval", "1", "--optimizer.lr", "1e-3"]
@@ -66,11 +64,11 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], se
         time.sleep(pause)
 
 
-def kill_at(point: str, root: Path, output: str, rng: random.Random) -> str:
+def kill_at(point: str, root: Path, output: str, rng: random.Random, platform: str) -> str:
     """Start a job, kill it at the point, wait until all of it has ended; returns what it said."""
     victim, file = POINTS[point]
     folder = root / output / "checkpoints"
-    process = command(root, output, *LONG)
+    process = command(root, output, *LONG, platform=platform)
     try:
         wait_for(lambda: steps_in(root, output), process, 60, 0.01)
         workers = worker_pids(process.pid)
@@ -95,11 +93,12 @@ def kill_at(point: str, root: Path, output: str, rng: random.Random) -> str:
 
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
 @pytest.mark.parametrize("point", POINTS if NIGHTLY else ["a rank, in the tensors", "the launcher, in the state"])
+@pytest.mark.parametrize("platform", [TORCH, MINDSPORE] if NIGHTLY else [TORCH])
 def test_a_killed_job_leaves_whole_checkpoints_and_goes_on_from_the_last(
-    point: str, repetition: int, tmp_path: Path
+    platform: str, point: str, repetition: int, tmp_path: Path
 ) -> None:
     write_text(tmp_path / "text")
-    kill_at(point, tmp_path, "run", random.Random(repetition))
+    kill_at(point, tmp_path, "run", random.Random(repetition), platform)
     steps = steps_in(tmp_path, "run")
     assert steps
     for step in steps:
@@ -109,13 +108,14 @@ def test_a_killed_job_leaves_whole_checkpoints_and_goes_on_from_the_last(
         assert state.step == step
     last = steps[-1]
     goal = ["--steps", str(last + 2), *LONG[2:]]
-    expected = train(tmp_path, "from the last", "--checkpoint.resume", str(tmp_path / "run"), *goal)
-    losses = train(tmp_path, "run", *goal)
+    expected = train(tmp_path, "from the last", "--checkpoint.resume", str(tmp_path / "run"), *goal, platform=platform)
+    losses = train(tmp_path, "run", *goal, platform=platform)
     assert {step: losses[step] for step in (last + 1, last + 2)} == expected
     assert steps_logged(tmp_path, "run") == list(range(1, last + 3))
     assert not [p for p in (tmp_path / "run/checkpoints").iterdir() if p.name.startswith(".")]
 
 
+@pytest.mark.platform("torch")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if NIGHTLY else [signal.SIGTERM])
 def test_a_signal_saves_after_the_step(number: signal.Signals, tmp_path: Path) -> None:
     write_text(tmp_path / "text")
@@ -131,6 +131,7 @@ def test_a_signal_saves_after_the_step(number: signal.Signals, tmp_path: Path) -
     assert steps_in(tmp_path, "run") == steps_logged(tmp_path, "run")[-1:]
 
 
+@pytest.mark.platform("torch")
 def test_a_last_checkpoint_that_fails_is_an_error(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     seldom = ["--steps", "100000", "--checkpoint.enable", "--checkpoint.interval", "50000"]
@@ -141,4 +142,5 @@ def test_a_last_checkpoint_that_fails_is_an_error(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert "failed: CheckpointError: rank 0: cannot write" in out.splitlines()[-1] and "checkpoints" in out.splitlines()[-1]
+    last = out.splitlines()[-1]
+    assert "failed: CheckpointError: rank 0: cannot write" in last and "checkpoints" in last
