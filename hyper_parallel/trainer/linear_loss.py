@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hyper_parallel
+from hyper_parallel.core.dtensor import DTensor
+from hyper_parallel.core.placement_types import Shard
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
@@ -13,6 +14,9 @@ from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.loss import HeadLoss, whole_sequence
 
 __all__ = ["LinearCrossEntropyLoss"]
+
+_SEQUENCE = 1
+"""The dim of hidden states ``[batch, length, width]`` that sequence parallelism shards."""
 
 
 class LinearCrossEntropyLoss(HeadLoss):
@@ -29,19 +33,23 @@ class LinearCrossEntropyLoss(HeadLoss):
         labels: Any,
         global_valid_tokens: int | None = None,
     ) -> Tensor:
+        from hyper_parallel.loss_parallel.linear import linear_cross_entropy  # settles the platform
+
         platform = get_platform()
         group, classes = _rows_of(head)
-        x = whole_sequence(hidden)
-        width = platform.shape(x)[-1]
-        loss: Tensor = hyper_parallel.linear_cross_entropy(
-            platform.reshape(x, (-1, width)),
-            head.weight,
-            platform.reshape(labels, (-1,)),
+        over_sequence = isinstance(hidden, DTensor) and hidden.placements[0] == Shard(_SEQUENCE)
+        loss: Tensor = linear_cross_entropy(
+            hidden.to_local() if over_sequence else whole_sequence(hidden),
+            # a view: MindSpore takes the gradient of a parameter itself for one of the size it was made with
+            platform.reshape(head.weight, platform.shape(head.weight)),
+            labels,
             group,
             bias=getattr(head, "bias", None),
             num_classes=classes,
             ignore_index=IGNORE_INDEX,
             reduction="sum",
+            sequence_parallel=over_sequence,
+            sequence_dim=_SEQUENCE,
         )
         return loss if global_valid_tokens is None else loss / max(global_valid_tokens, 1)
 

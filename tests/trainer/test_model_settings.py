@@ -16,6 +16,7 @@ DDP = ("--parallelism.data-parallel", "ddp")
 FSDP = ("--parallelism.data-parallel", "fsdp")
 SEQUENCE = ("--parallelism.enable-sequence-parallel",)
 CHUNKED = ("--training.loss", "chunked", "--training.loss-chunks", "3")
+LINEAR = ("--training.loss", "linear")
 CHECKPOINT = ("--training.activation-checkpoint", "full")
 COMPILE = ("--training.compile", "--training.compile-backend", "aot_eager")
 TWO_PARTS = ("--training.gradient-accumulation", "2")
@@ -38,6 +39,11 @@ EXACT = {
     "chunked 1x1": (1, 1, CHUNKED),
     "chunked 1x2": (1, 2, CHUNKED),
     "chunked 1x2, loss parallel off": (1, 2, (*CHUNKED, "--parallelism.disable-loss-parallel")),
+    "linear 1x1": (1, 1, LINEAR),
+    "linear 1x2": (1, 2, LINEAR),
+    "linear 2x2, sequence parallel": (2, 2, (*LINEAR, *SEQUENCE)),
+    "linear 2x2, fsdp": (2, 2, (*LINEAR, *FSDP)),
+    "linear 2x1, ddp, two parts": (2, 1, (*LINEAR, *DDP, *TWO_PARTS)),
     "checkpoint 1x1": (1, 1, CHECKPOINT),
     "checkpoint 1x2": (1, 2, CHECKPOINT),
     "compile 1x1": (1, 1, COMPILE),
