@@ -29,77 +29,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.loss_parallel.call_check import CallFacts, find_error
+from hyper_parallel.loss_parallel.kernel_arguments import ClassShard, LossOptions, Tensor, TokenOutputs
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Group
 
 __all__ = ["ClassShard", "LossKernels", "LossOptions", "Tensor", "TokenOutputs"]
-
-Tensor = Any
-"""An array of the backend."""
-
-
-@dataclass(frozen=True)
-class ClassShard:
-    """Which classes this rank holds, and who holds the others.
-
-    Attributes:
-        start: first class of this rank.
-        stop: one past its last class; equal to ``start`` where it holds none.
-        num_classes: classes of all ranks together.
-        group: the ranks that share the class dim; None (or one member) when this rank holds all classes.
-        ranges: ``[start, stop)`` of every member, ascending; None where only the own range is known. With it the plain
-            loss sends 8 bytes a token instead of 12.
-    """
-
-    start: int
-    stop: int
-    num_classes: int
-    group: Group | None = None
-    ranges: tuple[tuple[int, int], ...] | None = None
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """How the loss of a token is computed.
-
-    Attributes:
-        ignore_index: a token with this target has loss 0, token weight 0 and a gradient of exactly 0.
-        label_smoothing: e above, in [0, 1].
-        z_loss: z above, 0 or more.
-        inplace: write the gradient into the memory of the logits, which then hold the gradient. The logits
-            must be computed ones (not a leaf), and backward can run once. Other nodes that kept the logits
-            for their own backward notice and raise.
-        validate: agree with the other ranks on the arguments and look at the target values before computing.
-            None means yes on CPU and no on accelerators, where it costs a device synchronisation.
-            Unvalidated, a target outside ``[0, V)`` gives a loss and a gradient of NaN for its token.
-        description: what the caller calls (operator, reduction); ranks that disagree on it get an error.
-        log_probs: whether :meth:`LossKernels.token_outputs` gives ``log p_y``.
-        entropy: whether it gives the entropy. One pass more over the logits each way, and 4 bytes a token more are
-            sent (none of the savings of ``ClassShard.ranges``).
-    """
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    inplace: bool = False
-    validate: bool | None = None
-    description: str = ""
-    log_probs: bool = False
-    entropy: bool = False
-
-
-class TokenOutputs(NamedTuple):
-    """What :meth:`LossKernels.token_outputs` gives of each token: 0 where ignored."""
-
-    loss: Tensor
-    token_weight: Tensor
-    log_prob: Tensor | None
-    entropy: Tensor | None
 
 
 class LossKernels(ABC):
