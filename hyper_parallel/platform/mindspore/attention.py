@@ -60,7 +60,7 @@ def _turned(x: Tensor, cos: Any, sin: Any) -> Tensor:
     host = to_host(x)
     values, c, s = (as_float32(a) for a in (host, cos, sin))
     half = values.shape[-1] // 2
-    out = values * c
+    out: Any = values * c
     out[..., :half] -= values[..., half:] * s[..., :half]
     out[..., half:] += values[..., :half] * s[..., half:]
     return to_tensor(out.astype(host.dtype, copy=False))
@@ -74,7 +74,7 @@ class _Attention(_Function):
         batch, groups, length, size = k.shape
         # query heads that share a key lie next to each other: one product for all of them
         q = as_float32(own).reshape(batch, groups, -1, size) * np.float32(size**-0.5)
-        weights: Any = q @ k.swapaxes(-1, -2)
+        weights = q @ k.swapaxes(-1, -2)
         by_head = weights.reshape(batch, own.shape[1], length, length)
         by_head += as_float32(to_host(mask))
         weights -= weights.max(-1, keepdims=True)
