@@ -18,6 +18,7 @@ ARRANGEMENTS = {
     "2x1, two parts": (2, 1, ("--training.gradient-accumulation", "2")),
     "2x2": (2, 2, ()),
     "1x2, sequence parallel": (1, 2, ("--parallelism.enable-sequence-parallel",)),
+    "1x2, linear": (1, 2, ("--training.loss", "linear")),
     "1x2, loss parallel off": (1, 2, ("--parallelism.disable-loss-parallel",)),
 }
 VALIDATION = ("--validation.freq", "2", "--validation.held-out", "0.1")
