@@ -118,7 +118,7 @@ class HostRoute:
             centred = np.maximum(buffer, LOWEST) if mean is not None else None
             np.exp(buffer, out=buffer)
             sum_exp[start:stop] = _row_sums(buffer)
-            if mean is not None:
+            if mean is not None and centred is not None:
                 total = _row_sums(np.multiply(centred, buffer, out=centred))
                 mean[start:stop] = np.where(total == 0, 0, total / sum_exp[start:stop])
         return maximum, sum_exp, shortfall, mean

@@ -50,7 +50,7 @@ def add_rule(module: nn.Cell, rule: ForwardRule) -> None:
             f"{type(module).__name__} was given recompute() before a rule; call recompute() after parallelize_module"
         )
     if not isinstance(module, RuledModule):
-        module.__class__ = _ruled_class(type(module))  # type: ignore[assignment]
+        module.__class__ = _ruled_class(type(module))  # type: ignore[assignment, arg-type]
         # a construct that somebody has put on the instance would hide the one of the class
         if (own := module.__dict__.pop("construct", None)) is not None:
             module.__dict__[_INNER] = own
