@@ -70,7 +70,8 @@ def expected(call: Call, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     tokens = reference.cross_entropy(shards, axis, data.target, weight=data.weight, **formula)
     loss, _ = reference.reduce_tokens([tokens], call.reduction)
     loss = loss[0] if call.reduction == "none" else loss
-    scale: Any = 1.0 / tokens.token_weight.sum() if call.reduction == "mean" else 1.0
+    with np.errstate(divide="ignore"):
+        scale: Any = 1.0 / tokens.token_weight.sum() if call.reduction == "mean" else 1.0
     grads = tokens.backward(data.upstream[0] * scale)
     plain = reference.cross_entropy(shards, axis, data.target)
     entropy = np.where(plain.kept, reference.entropy(shards, axis), 0.0)
