@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,13 +29,14 @@ def interleave(
 ) -> dict[str, dict[str, float]]:
     """Per candidate the medians of what it returns; every round runs each candidate once.
 
-    The order turns round by round, so that nobody always follows the same neighbour. Ranks wait for each other
-    before each measurement.
+    The order is another one in every round (the same on all ranks), so that nobody always follows the same neighbour,
+    who may leave much memory to be cleared. Ranks wait for each other before each measurement.
     """
     names = list(candidates)
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for round_number in range(repetitions):
-        for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
+    order = random.Random(0)
+    for _ in range(repetitions):
+        for name in order.sample(names, len(names)):
             gc.collect()
             barrier()
             taken[name].append(candidates[name]())

@@ -49,7 +49,7 @@ class LossKernels(ABC):
     on every rank.
 
     Statistics and results per token are fp32, or fp64 for fp64 logits. Gradients have the dtype of the logits
-    and are rounded once. Beyond an alias of the logits at most 16 bytes a token (20 with z-loss) are kept for backward.
+    and are rounded once. Beyond an alias of the logits at most 16 bytes a token are kept for backward.
     Differentiating twice raises. Methods raise the same exception on all ranks of the group, or return on all
     of them.
     """

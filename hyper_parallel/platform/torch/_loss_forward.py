@@ -59,7 +59,7 @@ def distributed_nll_loss_forward(
         nll = total.target_gap + total.log_sum_exp
         slope = (1.0 - smoothing) * token_weight
         loss = slope * nll
-        uniform = lse = None
+        uniform = None
         if total.shortfall is not None and total.weight_sum is not None:
             factor = smoothing / max(shard.num_classes, 1)
             uniform = factor * total.weight_sum
@@ -81,7 +81,6 @@ def distributed_nll_loss_forward(
             index,
             nll.masked_fill_(outside, math.nan),
             finite_or_zero(local.maximum),
-            lse,
             weight,
             uniform,
             shard,

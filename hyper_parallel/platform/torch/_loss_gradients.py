@@ -20,14 +20,14 @@ from hyper_parallel.platform.torch._loss_rows import (
     statistics_dtype,
     zero_rows,
 )
-from hyper_parallel.platform.torch._loss_targets import IGNORED, put_at_index
+from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, put_at_index
 
 __all__ = ["LossState", "cross_entropy_grad", "log_softmax_grad", "sum_over_classes"]
 
 
 @dataclass(frozen=True)
 class LossState:
-    """What the backward of cross-entropy needs besides the logits: 16 bytes a token (fp64: 28), 20 with z-loss.
+    """What the backward of cross-entropy needs besides the logits: 16 bytes a token (fp64: 28).
 
     Probabilities are ``p_c = unit exp(x_c - anchor)``.
 
@@ -36,7 +36,6 @@ class LossState:
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
         anchor: per token, the largest of this rank's logits (0 for -inf).
-        lse: per token; only with z-loss.
         weight: the weights of all classes, or None.
         smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
         unit: per token, ``exp(anchor - lse)``; only with log-probabilities or entropy.
@@ -47,7 +46,6 @@ class LossState:
     target_index: torch.Tensor
     nll: torch.Tensor
     anchor: torch.Tensor
-    lse: torch.Tensor | None
     weight: torch.Tensor | None
     smoothing: torch.Tensor | None
     shard: ClassShard
@@ -60,7 +58,7 @@ class LossState:
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What autograd has to keep, beside the weights."""
-        own = (self.slope, self.target_index, self.nll, self.anchor, self.lse)
+        own = (self.slope, self.target_index, self.nll, self.anchor)
         return (*own, self.unit, self.entropy, self.reference, self.log_sum_exp)
 
     @classmethod
@@ -73,9 +71,9 @@ class LossState:
         options: LossOptions,
     ) -> LossState:
         """From what :attr:`tensors` gave."""
-        slope, index, nll, anchor, lse, *more = tensors
+        slope, index, nll, anchor, *more = tensors
         assert slope is not None and index is not None and nll is not None and anchor is not None
-        return cls(slope, index, nll, anchor, lse, weight, smoothing, shard, options, *more)
+        return cls(slope, index, nll, anchor, weight, smoothing, shard, options, *more)
 
 
 def cross_entropy_grad(
@@ -95,7 +93,7 @@ def cross_entropy_grad(
     factor = state.options.label_smoothing / max(state.shard.num_classes, 1)
     shift = None if state.smoothing is None else upstream * factor
     out = logits if state.options.inplace and _writable(logits) else empty_like(logits)
-    factor_p, at_target = upstream * state.slope, upstream * _target_slope(state, weight)
+    factor_p, at_target = upstream * state.slope, upstream * _target_slope(state, weight, logits, dim)
     if grad_log_prob is not None and state.unit is not None:
         given = _of_kept(grad_log_prob, state)
         factor_p = factor_p - given * state.unit
@@ -186,7 +184,9 @@ class _RowScale:
             zero_rows(out, zero)
 
 
-def _target_slope(state: LossState, weight: torch.Tensor | None) -> torch.Tensor:
+def _target_slope(
+    state: LossState, weight: torch.Tensor | None, logits: torch.Tensor, dim: int
+) -> torch.Tensor:
     """Per token, where the target's class is here, ``A p_y - B - e/V w_y``.
 
     Computed as ``B (p_y - 1) + (A - B) p_y - e/V w_y``: ``p_y - 1`` comes from nll without cancelling where
@@ -201,8 +201,10 @@ def _target_slope(state: LossState, weight: torch.Tensor | None) -> torch.Tensor
     if state.smoothing is not None:
         slope = slope + state.smoothing * torch.exp(-state.nll)
         slope = slope - smoothing / max(state.shard.num_classes, 1) * target_weight
-    if state.lse is not None:
-        slope = slope + 2.0 * state.options.z_loss * state.lse * torch.exp(-state.nll)
+    if state.options.z_loss:
+        lse = state.nll + at_index(logits, dim, state.target_index)
+        p_target = torch.exp(-state.nll)  # 0 for a logit of -inf, from which the lse cannot be told
+        slope = slope + 2.0 * state.options.z_loss * torch.where(p_target == 0, 0.0, lse * p_target)
     return slope
 
 

@@ -76,7 +76,7 @@ def token_outputs(
     "hyper_parallel::vocab_cross_entropy",
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? weight, str group, int num_classes, {_OPTIONS}, bool validate, "
-    f"str description, bool log_probs, bool entropy) -> ({', '.join(['Tensor'] * 14)})",
+    f"str description, bool log_probs, bool entropy) -> ({', '.join(['Tensor'] * 13)})",
 )
 def _forward(
     logits: torch.Tensor,
@@ -119,7 +119,6 @@ def _forward(
         state.target_index,
         state.nll,
         state.anchor,
-        some(state.lse),
         some(state.smoothing),
         some(state.unit),
         some(state.reference),
@@ -154,7 +153,7 @@ def _(
     smoothing = logits.new_empty(() if label_smoothing else (0,), dtype=dtype)
     return (
         *(shaped(), shaped(), shaped(log_probs), shaped(entropy)),
-        *(vector(), vector(dtype=torch.int32), vector(), vector(), vector(bool(z_loss)), smoothing),
+        *(vector(), vector(dtype=torch.int32), vector(), vector(), smoothing),
         *(vector(log_probs or entropy), vector(entropy), vector(entropy)),
         torch.empty(3, dtype=torch.int64),
     )
@@ -182,13 +181,12 @@ def _backward(
 ) -> torch.Tensor:
     """The gradient of the logits."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, False, False, "", log_probs, entropy)
-    slope, index, nll, anchor, lse, smoothing, unit, reference, log_sum_exp, own_entropy = state
+    slope, index, nll, anchor, smoothing, unit, reference, log_sum_exp, own_entropy = state
     found = LossState(
         slope,
         index,
         nll,
         anchor,
-        lse if z_loss else None,
         weight,
         smoothing if label_smoothing else None,
         ClassShard(*shard.tolist()),
@@ -217,8 +215,8 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     logits, _, weight, _, _, ignore_index, label_smoothing, z_loss, _, _, log_probs, entropy = inputs
-    state = (*output[4:13], output[3])
-    ctx.save_for_backward(logits, weight, output[13], *state)
+    state = (*output[4:12], output[3])
+    ctx.save_for_backward(logits, weight, output[12], *state)
     ctx.options = (ignore_index, label_smoothing, z_loss, log_probs, entropy)
 
 

@@ -1,0 +1,69 @@
+"""Gradients of large logits ask for huge pages, by every entry; small ones cost no system call."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hyper_parallel.platform.torch import _huge_pages
+from tests.harness import run_distributed
+
+pytestmark = [
+    pytest.mark.platform("torch"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="huge pages are asked for on Linux only"),
+]
+
+
+def test_whole_pages_of_large_tensors() -> None:
+    asked: list[tuple[int, int, int]] = []
+    with patch.object(_huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments)):
+        small = _huge_pages.empty_like(torch.empty(1000))
+        assert small.shape == (1000,) and asked == []
+        large = _huge_pages.empty_like(torch.empty(4 << 20, dtype=torch.bfloat16).view(4, -1).t())
+    assert large.shape == (1 << 20, 4) and large.stride() == (1, 1 << 20)
+    ((start, length, advice),) = asked
+    assert start % mmap.PAGESIZE == length % mmap.PAGESIZE == 0 and advice == mmap.MADV_HUGEPAGE
+    assert large.data_ptr() <= start and start + length <= large.data_ptr() + large.nbytes
+
+
+def test_the_call_is_taken() -> None:
+    """The arguments are right: what the system refuses, it refuses for want of huge pages only."""
+    found = _huge_pages.empty_like(torch.empty(4 << 20)).fill_(1.0)
+    assert float(found.sum()) == 4 << 20
+
+
+@pytest.mark.parametrize("entry", ["context", "native context", "functional"])
+def test_every_entry_asks(entry: str) -> None:
+    assert run_distributed(advised, entry, platform="torch", world_size=2) == [1, 1]
+
+
+def advised(entry: str) -> int:
+    """In a worker: how often the backward pass of 16 MiB of logits asks."""
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.distributed.tensor import DTensor as Native
+    from torch.distributed.tensor import Shard as NativeShard
+
+    from hyper_parallel import DTensor, Shard, init_device_mesh, loss_parallel, vocab_parallel_cross_entropy
+
+    local, target = torch.randn(64, 1 << 16).requires_grad_(), torch.arange(64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    asked: list[Any] = []
+    with patch.object(_huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments)):
+        if entry == "functional":
+            loss = vocab_parallel_cross_entropy(local, target, mesh["tp"], num_classes=2 << 16)
+        elif entry == "context":
+            with loss_parallel():
+                loss = F.cross_entropy(DTensor.from_local(local, mesh, [Shard(1)]), target).to_local()
+        else:
+            native = dist.device_mesh.init_device_mesh("cpu", (2,))
+            with loss_parallel():
+                logits = Native.from_local(local, native, [NativeShard(1)], run_check=False)
+                loss = F.cross_entropy(logits, target).to_local()
+        loss.backward()
+    return len(asked)
