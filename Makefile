@@ -1,5 +1,6 @@
 # make test      install what the suite needs into $(VENV), run it
 # make lint      ruff and mypy
+# make docs      build the documentation site into build/site; a link that leads nowhere is an error
 # make nightly   the property tests with thousands of examples
 # make train     train a small model with two processes, then with one, and compare: BACKEND=torch|mindspore
 #                DATA=path STEPS=n, more options of hyper-parallel compare in ARGS=
@@ -22,7 +23,7 @@ STAMPS := $(VENV)/.stamps
 # constraints.txt keeps an open requirement on torch from fetching a build with gigabytes of CUDA libraries.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: test lint nightly train bench measure clean
+.PHONY: test lint docs nightly train bench measure clean
 
 ifeq ($(wildcard $(STAMPS))$(wildcard $(PY)),$(PY))
 # $(VENV) was made by somebody else.
@@ -40,6 +41,9 @@ nightly: $(call needs,test)
 lint: $(call needs,lint)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+docs: $(call needs,docs)
+	$(PY) -m mkdocs build --strict
 
 train: $(call needs,train-$(BACKEND))
 	$(PY) -m hyper_parallel.cli compare --backend $(BACKEND) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
@@ -68,6 +72,11 @@ $(STAMPS)/test: $(STAMPS)/venv pyproject.toml constraints.txt
 # mypy reads the types of torch and tyro, so that it finds the same wherever it runs.
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(INSTALL) -e '.[torch,train,test,lint]'
+	@touch $@
+
+# The site is made from sources alone: no framework.
+$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 $(STAMPS)/bench-torch: $(STAMPS)/venv pyproject.toml constraints.txt
