@@ -18,7 +18,7 @@ ORIGINAL_SOURCE = inspect.getsource(nn_func.cross_entropy)
 
 from hyper_parallel import DTensor, LossParallelLayoutError, Shard, distribute_tensor, get_platform  # noqa: E402
 from hyper_parallel.loss_parallel import loss_parallel  # noqa: E402
-from hyper_parallel.platform.mindspore import _routing  # noqa: E402
+from hyper_parallel.platform.mindspore import _replaced_body  # noqa: E402
 from tests.mindspore.op_checks import mesh_of  # noqa: E402
 
 LOGITS = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
@@ -44,7 +44,7 @@ def faces() -> None:
         assert inspect.signature(function) == signature and function.__name__ == name and function.__doc__
     assert inspect.getsource(nn_func.cross_entropy) == ORIGINAL_SOURCE
     code = nn_func.cross_entropy.__code__
-    _routing.route(nn_func.cross_entropy, lambda original, args, kwargs: None)
+    _replaced_body.route(nn_func.cross_entropy, lambda original, args, kwargs: None)
     assert nn_func.cross_entropy.__code__ is code and captured(Tensor(LOGITS), Tensor(LABELS)) is not None
 
 
@@ -123,9 +123,9 @@ def overhead() -> float:
         return None
 
     from hyper_parallel.platform.mindspore.dtensor import TensorBase
-    from hyper_parallel.platform.mindspore.interop import _dispatch_as
+    from hyper_parallel.platform.mindspore.tensor_hooks import _dispatch_as
 
-    _routing.route(routed, _dispatch_as("cross_entropy", TensorBase))
+    _replaced_body.route(routed, _dispatch_as("cross_entropy", TensorBase))
 
     def per_call(function: Any) -> float:
         best = 1.0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.mindspore.remote import run
@@ -24,3 +28,34 @@ def test_overhead() -> None:
     """A few microseconds at most, beside a loss of some hundred."""
     (seconds,) = run("route_workers", "overhead", world_size=1)
     assert seconds < 10e-6
+
+
+PATCHED_BEFORE = """
+import mindspore
+from mindspore import Tensor, ops
+import numpy as np
+original = Tensor.__getitem__
+Tensor.__getitem__ = lambda self, index: original(self, index)  # as MindSpore's own dry run does
+from hyper_parallel import DTensor, Shard, distribute_tensor, init_device_mesh
+from hyper_parallel.errors import HyperParallelError
+mesh = init_device_mesh("cpu", (1,))
+logits = distribute_tensor(Tensor(np.ones((2, 3), np.float32)), mesh, [Shard(1)])
+for call in (
+    lambda: ops.cross_entropy(logits, Tensor([0, 1], mindspore.int32)),
+    lambda: Tensor(np.arange(6.0))[[distribute_tensor(Tensor([1, 2]), mesh, [Shard(0)])]],
+):
+    try:
+        call()
+    except HyperParallelError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_somebody_elses_patch_is_no_installation() -> None:
+    """MindSpore's methods may have been replaced before; the routes are there nevertheless."""
+    pytest.importorskip("mindspore", reason="MindSpore is not installed")
+    environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": "mindspore"}
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHED_BEFORE], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.stdout.split()[-2:] == ["LossParallelLayoutError", "UnsupportedOperatorError"], done.stderr

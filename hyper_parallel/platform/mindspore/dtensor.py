@@ -15,8 +15,8 @@ from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore._host import on_cpu
-from hyper_parallel.platform.mindspore.interop import install_routes
 from hyper_parallel.platform.mindspore.op_names import NamedCall, unpack
+from hyper_parallel.platform.mindspore.tensor_hooks import install_routes
 
 __all__ = ["TensorBase", "as_dtensor", "as_local", "call_local", "local_mode"]
 

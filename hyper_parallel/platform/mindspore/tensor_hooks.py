@@ -1,6 +1,6 @@
 """Where MindSpore would not ask a DTensor: the functions that are routed to the dispatcher, and graph mode.
 
-PyTorch's counterpart of this file converts that framework's own distributed tensors. MindSpore has none.
+PyTorch needs none of this: it asks a tensor subclass everywhere.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import mindspore
 from mindspore import Tensor, nn
 from mindspore.graph import api as graph_api
 from mindspore.ops import primitive as primitive_module
 from mindspore.ops.function import nn_func
 
 from hyper_parallel.errors import UnsupportedOperatorError
-from hyper_parallel.platform.mindspore._routing import Handler, route
+from hyper_parallel.platform.mindspore._host import on_cpu
+from hyper_parallel.platform.mindspore._replaced_body import Handler, route
 from hyper_parallel.platform.mindspore.op_names import NamedCall, PackedPrimitive
 
 __all__ = ["install_routes"]
+
+_OURS = "_asks_for_dtensors"
 
 
 def install_routes(base: type) -> None:
@@ -32,40 +34,39 @@ def install_routes(base: type) -> None:
       reach the dispatcher.
     - Graph mode, ``Tensor(dtensor)`` and writing a DTensor into a plain tensor are refused.
     """
-    if "__getitem__" in vars(Tensor):
-        return
     for name, function, newer in (
         ("cross_entropy", nn_func.cross_entropy, nn_func.cross_entropy_ext),
         ("nll_loss", nn_func.nll_loss, nn_func.nll_loss_ext),
     ):
         route(function, _dispatch_as(name, base))
         # the newer ones have no CPU kernels; on replicated DTensors the older ones compute the same there
-        on_cpu = function if mindspore.get_context("device_target") == "CPU" else None
-        route(newer, _dispatch_as(name, base, on_cpu))
+        route(newer, _dispatch_as(name, base, on_host=function))
     route(primitive_module._run_op, _dispatch_lists(base))
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
         route(
             function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()")
         )
+    for method, made in (("__getitem__", _indexing), ("__setitem__", _item_assignment)):
+        if not hasattr(getattr(Tensor, method), _OURS):  # others may have put methods of their own there
+            setattr(Tensor, method, made(base))
     tensor_module = importlib.import_module("mindspore.common.tensor")  # the attribute of that name is a function
-    Tensor.__getitem__ = _indexing(base)
-    Tensor.__setitem__ = _item_assignment(base)
     route(
         tensor_module._init,
         _refuse(base, "it would take the local values alone; use to_local(), or full_tensor() (collective)"),
     )
 
 
-def _dispatch_as(name: str, base: type, instead: Callable[..., Any] | None = None) -> Handler:
+def _dispatch_as(name: str, base: type, on_host: Callable[..., Any] | None = None) -> Handler:
     """A call with a DTensor among its arguments goes to the dispatcher as operator ``name``.
 
-    ``instead``: what computes it there on local tensors, when not the function itself.
+    ``on_host``: what computes it on CPU on local tensors, when not the function itself.
     """
 
     def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for x in (*args, *kwargs.values()):
             if isinstance(x, base):
-                return type(x)._dispatch(NamedCall(name, instead or original), args, kwargs)  # type: ignore[attr-defined]
+                function = on_host if on_host is not None and on_cpu() else original
+                return type(x)._dispatch(NamedCall(name, function), args, kwargs)  # type: ignore[attr-defined]
         return original(*args, **kwargs)
 
     return handler
@@ -109,6 +110,7 @@ def _indexing(base: type) -> Callable[..., Any]:
                     return type(x)._dispatch(NamedCall("getitem", original), (self, index), {})  # type: ignore[attr-defined]
         return original(self, index)
 
+    setattr(__getitem__, _OURS, True)
     return __getitem__
 
 
@@ -124,6 +126,7 @@ def _item_assignment(base: type) -> Callable[..., Any]:
                 )
         return original(self, index, value)
 
+    setattr(__setitem__, _OURS, True)
     return __setitem__
 
 
