@@ -231,3 +231,32 @@ def test_own_llama(tied: bool, sequence_parallel: bool, platform: str, world_siz
     )
     for loss, gradient, where in found:
         assert loss < 1e-6 and gradient < 1e-5, where
+
+
+def last_layers() -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+    """The logits of the automatic plan: as the config says, and of the style written out."""
+    from hyper_parallel import ColwiseParallel, DTensor, ParallelismConfig, Shard, get_platform
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter, platform = this_adapter(), get_platform()
+    tokens = adapter.tensor(np.arange(1, 11).reshape(2, 5), "int64")
+    written_out: Any = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    found = []
+    for plan, disabled in (("auto", False), ("auto", True), (written_out, False)):
+        model = adapter.module("own_llama", False, 2)
+        parallelize_module(model, adapter.mesh, plan, config=ParallelismConfig(disable_loss_parallel=disabled))
+        logits = model(tokens)
+        local = logits.to_local() if isinstance(logits, DTensor) else logits
+        found.append((isinstance(logits, DTensor), tuple(logits.shape), platform.shape(local)))
+    return found
+
+
+@pytest.mark.contract("C5", "C1")
+@on_groups(2)
+def test_the_last_layer_follows_the_config(platform: str, world_size: int) -> None:
+    """Class-sharded logits that stay a DTensor; whole local ones with ``disable_loss_parallel``."""
+    for rank, found in enumerate(run_distributed(last_layers, platform=platform, world_size=world_size)):
+        whole = found[1][1]
+        half = (*whole[:-1], (whole[-1] + 1 - rank) // 2)
+        assert found == [(True, whole, half), (False, whole, whole), (True, whole, half)]

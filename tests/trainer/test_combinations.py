@@ -58,6 +58,8 @@ def test_what_does_not_go_together(name: str) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.contract("V2")
+@pytest.mark.platform("mindspore")
 @pytest.mark.parametrize(
     ("training", "parallelism", "named"),
     [

@@ -1,0 +1,47 @@
+"""The suite on several releases of the frameworks; each session writes its result into docs/versions.md.
+
+    nox -s torch                 every PyTorch release below
+    nox -s "torch(2.8.0)"        one of them
+    nox -s mindspore
+    nox -s torch -- tests/core   a part of the suite, which is not written down
+
+A release is installed with all that it depends on, for PyTorch several gigabytes.
+"""
+
+from __future__ import annotations
+
+import nox
+
+from tools.releases import PART, RELEASES, write_result
+
+nox.options.reuse_existing_virtualenvs = True
+
+
+def _run(session: nox.Session, framework: str, release: str) -> None:
+    session.install(f"{framework}=={release}")
+    # The suite's own packages without the file of pinned versions, which pins the frameworks.
+    session.install("-e", ".[train,test]")
+    if session.posargs:
+        session.run("python", "-m", "pytest", "--platform", framework, *session.posargs)
+        return
+    report = f"{session.create_tmp()}/results.xml"
+    session.run(
+        "python", "-m", "pytest", "-q", "--platform", framework, f"--junitxml={report}", *PART, success_codes=[0, 1]
+    )
+    failed = write_result(framework, release, report)
+    if failed:
+        session.error(f"{failed} tests failed with {framework} {release}")
+
+
+@nox.session
+@nox.parametrize("release", RELEASES["torch"])
+def torch(session: nox.Session, release: str) -> None:
+    """PyTorch's tests."""
+    _run(session, "torch", release)
+
+
+@nox.session
+@nox.parametrize("release", RELEASES["mindspore"])
+def mindspore(session: nox.Session, release: str) -> None:
+    """MindSpore's tests."""
+    _run(session, "mindspore", release)

@@ -1,0 +1,62 @@
+"""The page of supported releases says what the suite has found, and what the package and the platform demand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import releases
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+
+
+def supported(framework: str) -> tuple[int, ...]:
+    """The oldest supported release of a framework, by the page."""
+    match = re.search(rf"^\| {framework} \| (\d+)\.(\d+)", PAGE, re.MULTILINE)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+@pytest.mark.contract("V1")
+@pytest.mark.platform("torch")
+def test_pytorch() -> None:
+    """Three supported releases at least have been tried whole, the oldest among them; none of their tests failed."""
+    tried = {release: found for (name, release), found in releases.read_results(PAGE).items() if name == "PyTorch"}
+    oldest = supported("PyTorch")
+    good = {release: found for release, found in tried.items() if releases.numbers(release) >= oldest}
+    assert len(good) >= 3 and min(map(releases.numbers, good))[:2] == oldest
+    assert all(passed > 1000 and failed == 0 for passed, failed, _ in good.values()), good
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert re.search(r"^torch==(.+)$", pins, re.MULTILINE)[1] in good  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("framework", "package", "file"),
+    [
+        ("PyTorch", "torch", "hyper_parallel/platform/torch/platform.py"),
+        ("MindSpore", "mindspore", "hyper_parallel/platform/mindspore/_versions.py"),
+    ],
+)
+def test_one_lower_bound(framework: str, package: str, file: str) -> None:
+    major, minor = supported(framework)
+    assert f'"{package}>={major}.{minor},' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"_OLDEST = ({major}, {minor})" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, report = tmp_path / "versions.md", tmp_path / "results.xml"
+    page.write_text("before\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n| PyTorch | 2.13.0 | 3 | 0 | 0 |\n\nafter\n")
+    report.write_text(
+        "<testsuites><testsuite><testcase/><testcase/><testcase><skipped/></testcase><testcase><failure/></testcase>"
+        "</testsuite></testsuites>"
+    )
+    monkeypatch.setattr(releases, "PAGE", page)
+    assert releases.write_result("mindspore", "2.10.0", str(report)) == 1
+    assert releases.write_result("torch", "2.10.1", str(report)) == 1
+    assert page.read_text() == (
+        "before\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n| PyTorch | 2.10.1 | 2 | 1 | 1 |\n| PyTorch | 2.13.0 | 3 | 0 | 0 |\n"
+        "| MindSpore | 2.10.0 | 2 | 1 | 1 |\n\nafter\n"
+    )

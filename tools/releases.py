@@ -1,0 +1,57 @@
+"""Which releases of the frameworks the suite is run on, and the page that says how that went (see noxfile.py)."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+RELEASES = {
+    "torch": ("2.7.1", "2.8.0", "2.13.0", "2.15.0"),
+    "mindspore": ("2.9.0", "2.10.0"),
+}
+"""The oldest supported release comes first, except where an older one shows why it is not supported."""
+
+PART = ("tests/conformance", "tests/core", "tests/torch", "tests/mindspore", "tests/tensor_parallel", "tests/checkpoint")
+"""What depends on a release: all but documentation, the trainer's processes and the harness."""
+
+PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
+_ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+_NAMES = {"torch": "PyTorch", "mindspore": "MindSpore"}
+
+
+def read_results(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """From (framework, release) to passed, failed and skipped tests."""
+    return {(m[1], m[2]): (int(m[3]), int(m[4]), int(m[5])) for m in _ROW.finditer(page)}
+
+
+def write_result(framework: str, release: str, report: str) -> int:
+    """Put one run's row into the page; returns how many tests failed.
+
+    Args:
+        framework: ``"torch"`` or ``"mindspore"``.
+        release: the release that was installed.
+        report: path of the run's JUnit XML file.
+    """
+    passed, failed, skipped = _count(Path(report))
+    page = PAGE.read_text(encoding="utf-8")
+    rows = read_results(page) | {(_NAMES[framework], release): (passed, failed, skipped)}
+    lines = [
+        f"| {name} | {number} | {' | '.join(map(str, rows[name, number]))} |"
+        for name, number in sorted(rows, key=lambda row: (row[0] != "PyTorch", numbers(row[1])))
+    ]
+    found = list(_ROW.finditer(page))
+    PAGE.write_text(page[: found[0].start()] + "\n".join(lines) + page[found[-1].end() :], encoding="utf-8")
+    return failed
+
+
+def _count(report: Path) -> tuple[int, int, int]:
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return len(cases) - failed - skipped, failed, skipped
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """A release as numbers that compare."""
+    return tuple(int(part) for part in re.findall(r"\d+", release))
