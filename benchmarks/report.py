@@ -66,7 +66,9 @@ def fitted(found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"- tokens x classes, CPU time of forward and backward in place: {times}"])
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return "not counted"
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
