@@ -61,7 +61,13 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
         "bandwidth": _bandwidth(local),
         "missing": {},
         "losses": {
-            name: {**times[name], "loss": values[name], "peak_bytes": peaks[name], "collectives": {}, "bytes_sent": None}
+            name: {
+                **times[name],
+                "loss": values[name],
+                "peak_bytes": peaks[name],
+                "collectives": {},
+                "bytes_sent": None,
+            }
             for name in losses
         },
     }
