@@ -27,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = {"machine": _machine(), "backend": options.backend, "ranks": options.ranks}
     versions = ", ".join(f"{name} {version}" for name, version in found["machine"]["versions"].items())
     text = [f"{found['machine']['processor']}; {versions}"]
+    options.out.mkdir(parents=True, exist_ok=True)
     for suite in suites:
         start = time.perf_counter()
         try:
@@ -35,9 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
             found[suite], part = {"failed": str(e)}, f"{suite} failed: {e}"
         print(f"\n== {suite} ({time.perf_counter() - start:.0f} s)\n\n{part}", flush=True)
         text.append(f"## {suite}\n\n{part}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "benchmark.json").write_text(json.dumps(found, indent=1))
-    (options.out / "benchmark.md").write_text("\n\n".join(text) + "\n")
+        # after each part: who stops the run keeps what there is
+        (options.out / "benchmark.json").write_text(json.dumps(found, indent=1))
+        (options.out / "benchmark.md").write_text("\n\n".join(text) + "\n")
     print(f"\nresults in {options.out}/benchmark.json and benchmark.md")
     if isinstance(found.get("loss"), list):
         print(plot_losses(found["loss"], options.out / "benchmark.png"))
