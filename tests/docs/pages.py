@@ -6,6 +6,8 @@ Directives are HTML comments in front of a block (or, for ``page``, on the first
 - ``<!-- ranks: 4 -->``: this block runs by itself on that many ranks.
 - ``<!-- script: NAME -->``: this block is a program of its own, run as a file of that name.
 - ``<!-- file: NAME -->``: this block is a file that the page's programs need.
+- ``<!-- mindspore -->``: this block is part of the page's MindSpore program, which runs as the other one does.
+- ``<!-- mindspore: NAME -->``: this block is a MindSpore program of its own, run as a file of that name.
 - ``<!-- output -->``: this block is what the Python block before it prints on rank 0.
 """
 
@@ -17,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w*)\s*$")
-_DIRECTIVE = re.compile(r"^<!-- (page|ranks|script|file|output)(?:: (.*?))? -->$")
+_DIRECTIVE = re.compile(r"^<!-- (page|ranks|script|file|mindspore|output)(?:: (.*?))? -->$")
 
 
 @dataclass
@@ -48,6 +50,10 @@ class Page:
     def python(self) -> list[Block]:
         """The blocks that run as part of the page."""
         return [b for b in self.blocks if b.language == "python" and not b.directive]
+
+    def mindspore(self) -> list[Block]:
+        """The blocks of its MindSpore program."""
+        return [b for b in self.blocks if b.directive == "mindspore" and not b.value]
 
 
 def read_page(path: Path) -> Page:

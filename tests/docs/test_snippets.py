@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,19 +17,30 @@ from tests.harness import run_distributed
 
 PAGES = {page.name: page for page in all_pages()}
 SEPARATE = [(p, b) for p in PAGES.values() for b in p.blocks if b.directive == "ranks"]
-SCRIPTS = [
-    (page, block, ranks)
-    for page in PAGES.values()
-    for block in page.blocks
-    if block.directive == "script" and page.name != "README.zh-CN.md"  # it shows README.md's
-    for ranks in ((1, 2) if "torchrun" in page.text else (1,))
-]
 SECONDS = 120
 
 
-def check_run(page: Page, blocks: list[Block], ranks: int) -> None:
+def scripts(directive: str, launcher: str) -> list[tuple[Page, Block, int]]:
+    """Programs, each with the numbers of processes that the page starts it with."""
+    return [
+        (page, block, ranks)
+        for page in PAGES.values()
+        for block in page.blocks
+        if block.directive == directive and block.value and page.name != "README.zh-CN.md"  # it shows README.md's
+        for ranks in ((1, 2) if launcher in page.text else (1,))
+    ]
+
+
+def names(found: list[tuple[Page, Block, int]]) -> list[str]:
+    return [f"{page.name}:{block.value}-{ranks}" for page, block, ranks in found]
+
+
+SCRIPTS, MINDSPORE_SCRIPTS = scripts("script", "torchrun"), scripts("mindspore", "msrun")
+
+
+def check_run(page: Page, blocks: list[Block], ranks: int, platform: str = "torch") -> None:
     sources = [(block.line, block.text) for block in blocks]
-    printed = run_distributed(run_blocks, page.name, sources, platform="torch", world_size=ranks, timeout=SECONDS)[0]
+    printed = run_distributed(run_blocks, page.name, sources, platform=platform, world_size=ranks, timeout=SECONDS)[0]
     for block, text in zip(blocks, printed, strict=True):
         assert text == (block.output or ""), f"{page.name}, line {block.line} prints something else"
 
@@ -39,6 +51,12 @@ def test_page_runs_as_one_program(name: str) -> None:
     check_run(PAGES[name], PAGES[name].python(), PAGES[name].ranks)
 
 
+@pytest.mark.platform("mindspore")
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if page.mindspore()])
+def test_mindspore_blocks_run_as_one_program(name: str) -> None:
+    check_run(PAGES[name], PAGES[name].mindspore(), PAGES[name].ranks, "mindspore")
+
+
 @pytest.mark.platform("torch")
 @pytest.mark.parametrize("page, block", SEPARATE, ids=[f"{p.name}:{b.line}" for p, b in SEPARATE])
 def test_block_runs_by_itself(page: Page, block: Block) -> None:
@@ -46,7 +64,7 @@ def test_block_runs_by_itself(page: Page, block: Block) -> None:
 
 
 @pytest.mark.platform("torch")
-@pytest.mark.parametrize("page, block, ranks", SCRIPTS, ids=[f"{p.name}:{b.value}-{n}" for p, b, n in SCRIPTS])
+@pytest.mark.parametrize("page, block, ranks", SCRIPTS, ids=names(SCRIPTS))
 def test_script_runs_alone_and_under_torchrun(page: Page, block: Block, ranks: int, tmp_path: Path) -> None:
     write_files(page, tmp_path)
     (tmp_path / block.value).write_text(block.text, encoding="utf-8")
@@ -54,10 +72,35 @@ def test_script_runs_alone_and_under_torchrun(page: Page, block: Block, ranks: i
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command[1:1] = [*launcher, "--master-port", str(free_port())]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(page), capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
+    done = run(command, tmp_path, environment(page))
     lines = set(done.stdout.splitlines())
     assert block.output is None or lines == set(block.output.splitlines())
+
+
+@pytest.mark.platform("mindspore")
+@pytest.mark.parametrize("page, block, ranks", MINDSPORE_SCRIPTS, ids=names(MINDSPORE_SCRIPTS))
+def test_mindspore_script_runs_alone_and_under_msrun(page: Page, block: Block, ranks: int, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
+    (tmp_path / block.value).write_text(block.text, encoding="utf-8")
+    env = environment(page) | {"HYPER_PARALLEL_PLATFORM": "mindspore"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # where msrun finds its python
+    if ranks == 1:
+        said = run([sys.executable, block.value], tmp_path, env).stdout
+    else:
+        msrun = shutil.which("msrun", path=env["PATH"])
+        assert msrun is not None
+        number = str(ranks)
+        line = ["--worker_num", number, "--local_worker_num", number, "--join", "True", "--log_dir", "logs"]
+        run([msrun, *line, "--master_port", str(free_port()), block.value], tmp_path, env)
+        said = (tmp_path / "logs" / "worker_0.log").read_text(encoding="utf-8")
+    lines = (block.output or "").splitlines()
+    assert [line for line in said.splitlines() if line in lines] == lines, said
+
+
+def run(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def write_files(page: Page, folder: Path) -> None:
