@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ pytestmark = [
 
 def test_whole_pages_of_large_tensors() -> None:
     asked: list[tuple[int, int, int]] = []
-    with patch.object(_huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments)):
+    with patch.multiple(_huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0):
         small = _huge_pages.empty_like(torch.empty(1000))
         assert small.shape == (1000,) and asked == []
         large = _huge_pages.empty_like(torch.empty(4 << 20, dtype=torch.bfloat16).view(4, -1).t())
@@ -31,9 +32,28 @@ def test_whole_pages_of_large_tensors() -> None:
     assert large.data_ptr() <= start and start + length <= large.data_ptr() + large.nbytes
 
 
+def test_not_in_fragmented_memory(tmp_path: Path) -> None:
+    """10 blocks of 2 MiB and 3 of 4 MiB are free: enough for four times 8 MiB, not for four times 16."""
+    free = tmp_path / "buddyinfo"
+    free.write_text("Node 0, zone   Normal  9000 800 70 60 50 40 30 20 10 10 3\n")
+    asked: list[tuple[int, int, int]] = []
+    with patch.multiple(
+        _huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _FREE_BLOCKS=free
+    ):
+        assert _huge_pages.free_huge_pages() == (10 * 2 + 3 * 4) << 20
+        _huge_pages.empty_like(torch.empty(4 << 20))
+        assert asked == []
+        _huge_pages.empty_like(torch.empty(2 << 20))
+        assert len(asked) == 1
+        free.unlink()
+        _huge_pages.empty_like(torch.empty(2 << 20))
+        assert len(asked) == 1
+
+
 def test_the_call_is_taken() -> None:
     """The arguments are right: what the system refuses, it refuses for want of huge pages only."""
-    found = _huge_pages.empty_like(torch.empty(4 << 20)).fill_(1.0)
+    with patch.object(_huge_pages, "_PLENTY", 0):
+        found = _huge_pages.empty_like(torch.empty(4 << 20)).fill_(1.0)
     assert float(found.sum()) == 4 << 20
 
 
@@ -54,7 +74,7 @@ def advised(entry: str) -> int:
     local, target = torch.randn(64, 1 << 16).requires_grad_(), torch.arange(64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     asked: list[Any] = []
-    with patch.object(_huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments)):
+    with patch.multiple(_huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0):
         if entry == "functional":
             loss = vocab_parallel_cross_entropy(local, target, mesh["tp"], num_classes=2 << 16)
         elif entry == "context":

@@ -3,6 +3,9 @@
 The first touch of a page costs a fault, which for a large tensor takes as long as all arithmetic of the loss: with
 pages of 2 MiB instead of 4 KiB there are 512 times fewer. PyTorch takes and returns large blocks of memory on CPU by
 ``mmap`` for each tensor anew, so the faults come with every step.
+
+Huge pages are asked for only where plenty of them are free. In fragmented memory the system would move pages about
+until there are some, which takes several times as long as the faults that it saves.
 """
 
 from __future__ import annotations
@@ -12,13 +15,20 @@ import mmap
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-__all__ = ["empty_like"]
+__all__ = ["empty_like", "free_huge_pages"]
 
 _SMALLEST = 8 << 20
 """Bytes from which it is worth a system call: a few huge pages."""
+
+_PLENTY = 4
+"""How many times what is wanted has to be free: the other ranks of this machine want as much."""
+
+_FREE_BLOCKS = Path("/proc/buddyinfo")
+_HUGE_ORDER = ((2 << 20) // mmap.PAGESIZE).bit_length() - 1
 
 
 def empty_like(x: torch.Tensor) -> torch.Tensor:
@@ -27,11 +37,23 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     size = out.untyped_storage().nbytes()
     if size >= _SMALLEST and type(out) is torch.Tensor and out.device.type == "cpu":
         advise = _advise()
-        if advise is not None:
+        if advise is not None and free_huge_pages() >= _PLENTY * size:
             start = -(-out.untyped_storage().data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             stop = out.untyped_storage().data_ptr() + size
             advise(start, (stop - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
     return out
+
+
+def free_huge_pages() -> int:
+    """Free bytes in blocks of at least 2 MiB; 0 where the system does not tell."""
+    try:
+        zones = _FREE_BLOCKS.read_text().splitlines()
+        # "Node 0, zone Normal", then how many blocks of 1, 2, 4, ... pages are free
+        blocks = [[int(count) for count in zone.split()[4:]] for zone in zones]
+    except (OSError, ValueError):
+        return 0
+    pages = sum(count << order for zone in blocks for order, count in enumerate(zone) if order >= _HUGE_ORDER)
+    return pages * mmap.PAGESIZE
 
 
 @lru_cache(None)
