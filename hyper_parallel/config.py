@@ -28,11 +28,12 @@ class ParallelismConfig:
     """Ranks that share each layer; with loss parallel they also share the classes."""
 
     data_parallel: Literal["replicate", "ddp", "fsdp"] = "replicate"
-    """How data-parallel ranks keep one model: whole copies whose gradients are summed by one all-reduce after backward;
-    PyTorch's DistributedDataParallel, which sums during backward; its FSDP2, which also shards parameters and states."""
+    """How data-parallel ranks keep one model: whole copies, gradients summed by one all-reduce after backward;
+    PyTorch's DistributedDataParallel, which sums during backward; its FSDP2, which also shards parameters and
+    states."""
 
     enable_sequence_parallel: bool = False
-    """Shard what lies between the shared layers over the sequence. Without tensor parallelism there is none to shard."""
+    """Shard what lies between the shared layers over the sequence. Without tensor parallelism nothing is shared."""
 
     disable_loss_parallel: bool = False
     """True: the last layer gives replicated full logits and ``loss_parallel()`` does nothing."""

@@ -12,7 +12,7 @@ RELEASES = {
 }
 """The oldest supported release comes first, except where an older one shows why it is not supported."""
 
-PART = ("tests/conformance", "tests/core", "tests/torch", "tests/mindspore", "tests/tensor_parallel", "tests/checkpoint")
+PART = tuple(f"tests/{name}" for name in ("conformance", "core", "torch", "mindspore", "tensor_parallel", "checkpoint"))
 """What depends on a release: all but documentation, the trainer's processes and the harness."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "versions.md"

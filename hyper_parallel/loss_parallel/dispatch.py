@@ -21,9 +21,9 @@ from hyper_parallel.core.state import State, current_state
 from hyper_parallel.errors import LossParallelLayoutError, UnsupportedOperatorError
 from hyper_parallel.loss_parallel.agreement import View, agree, digest
 from hyper_parallel.loss_parallel.inputs import LossInputs, check_target_values, prepare
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
 from hyper_parallel.loss_parallel.op_names import loss_kind
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.platform import LossArguments, Tensor
 
 __all__ = ["dispatch_loss_parallel", "intercept_native"]

@@ -1,6 +1,6 @@
 """The class-sharded loss called by name, on plain local tensors: more options than the context takes.
 
-Formulas: :mod:`hyper_parallel.loss_parallel.kernel_spec`. ``group`` is always the ranks that share the classes: a
+Formulas: :mod:`hyper_parallel.platform.loss_kernels`. ``group`` is always the ranks that share the classes: a
 process group, a :class:`Group`, or a mesh dim ``mesh["tp"]``; None: this rank holds all classes.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from hyper_parallel.loss_parallel.functional_checks import check_reduction, find_shard, group_of
-from hyper_parallel.loss_parallel.kernel_spec import LossOptions
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.functional import get_loss_functions
+from hyper_parallel.platform.loss_kernels import LossOptions
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["vocab_parallel_cross_entropy"]

@@ -10,8 +10,8 @@ import numpy as np
 from hyper_parallel.core.process_group import resolve_group
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.errors import LossParallelLayoutError
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard
 from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform.loss_kernels import ClassShard
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["check_reduction", "find_shard", "gather_numbers", "group_of"]

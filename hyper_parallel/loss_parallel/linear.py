@@ -7,9 +7,9 @@ from typing import Any
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.errors import LossParallelLayoutError
 from hyper_parallel.loss_parallel.functional_checks import check_reduction, find_shard, group_of
-from hyper_parallel.loss_parallel.kernel_spec import LossOptions
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.functional import LinearLoss, get_loss_functions
+from hyper_parallel.platform.loss_kernels import LossOptions
 from hyper_parallel.platform.platform import Tensor
 
 __all__ = ["linear_cross_entropy"]

@@ -1,7 +1,7 @@
 """The class-sharded loss in NumPy float64, over a list of shards: the oracle of the tests, readable and slow.
 
 A shard is a rank's array; ``axis`` is its class dim and may have any size, zero too. Nothing here is shared
-with the kernels. Formulas: see :mod:`hyper_parallel.loss_parallel.kernel_spec`; z-loss is that of PaLM (arXiv
+with the kernels. Formulas: see :mod:`hyper_parallel.platform.loss_kernels`; z-loss is that of PaLM (arXiv
 2204.02311), label smoothing and class weights are those of ``torch.nn.functional.cross_entropy``.
 """
 

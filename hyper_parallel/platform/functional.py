@@ -13,7 +13,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Group, Tensor
 
 if TYPE_CHECKING:
-    from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions, TokenOutputs
+    from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions, TokenOutputs
 
 __all__ = ["FindShard", "LinearLoss", "LossFunctions", "get_loss_functions"]
 
@@ -67,7 +67,7 @@ class LossFunctions(ABC):
     def linear_loss(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss
     ) -> Tensor:
-        """The loss of ``hidden @ weight.T + bias``, chunk by chunk; shapes ``[..., H]``, ``[V_local, H]``, ``[V_local]``.
+        """The loss of ``hidden @ weight.T + bias``, chunk by chunk: ``[..., H]``, ``[V_local, H]``, ``[V_local]``.
 
         Gradients of the weight and the bias are added up in fp32, that of ``hidden`` is summed over the ranks in fp32.
         """

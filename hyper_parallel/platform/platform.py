@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.platform.values import Group, LossArguments, NativeDTensor, NativeMesh, Tensor
 
 if TYPE_CHECKING:
-    from hyper_parallel.loss_parallel.kernel_spec import LossKernels
+    from hyper_parallel.platform.loss_kernels import LossKernels
 
 __all__ = ["Group", "LossArguments", "NativeDTensor", "NativeMesh", "Platform", "Tensor"]
 

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module, Parameter
 from hyper_parallel.platform.platform import Tensor
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.device_mesh import DeviceMesh
 
 __all__ = ["Learner", "Loss", "ModelSettings", "TrainingTools", "load_training_tools"]
 

@@ -92,7 +92,8 @@ def _find(options: EvalOptions) -> _Source:
 def _text_of(state: TrainState, default: TextOptions) -> TextOptions:
     """How the text was read in training, as far as it matters here."""
     before = dict(state.options.get("text") or {})
-    kept: dict[str, Any] = {name: before.get(name) for name in ("bos_token", "eos_token", "document_masks") if name in before}
+    names = ("bos_token", "eos_token", "document_masks")
+    kept: dict[str, Any] = {name: before.get(name) for name in names if name in before}
     tokenizer = before.get("tokenizer")
     return replace(default, tokenizer=None if tokenizer is None else Path(tokenizer), **kept)
 

@@ -19,7 +19,7 @@ _WIDTHS = {1: (9,), 2: (2, 7), 3: (4, 0, 5), 4: (0, 1, 6, 2)}
 
 def class_shard(widths: tuple[int, ...], ranges_known: bool = False) -> Any:
     """In a worker: this rank's classes."""
-    from hyper_parallel.loss_parallel.kernel_spec import ClassShard
+    from hyper_parallel.platform.loss_kernels import ClassShard
 
     rank, group = this_rank(), mesh_of((this_world_size(),), ("tp",)).get_group("tp")
     stops = [sum(widths[: r + 1]) for r in range(len(widths))]
@@ -125,7 +125,7 @@ def test_nll_forward_and_fused_backward(
 def k2_k3(dtype: str, widths: tuple[int, ...], weighted: bool, ranges_known: bool) -> dict[str, Any]:
     """In a worker."""
     from hyper_parallel import get_platform
-    from hyper_parallel.loss_parallel.kernel_spec import LossOptions
+    from hyper_parallel.platform.loss_kernels import LossOptions
 
     adapter, kernels, shard = this_adapter(), get_platform().loss_kernels, class_shard(widths, ranges_known)
     logits, target, weight, upstream, _ = inputs(dtype)
@@ -167,7 +167,7 @@ def test_unchecked_target_out_of_range(platform: str, world_size: int) -> None:
 def unchecked(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """In a worker."""
     from hyper_parallel import get_platform
-    from hyper_parallel.loss_parallel.kernel_spec import LossOptions
+    from hyper_parallel.platform.loss_kernels import LossOptions
 
     adapter, kernels, shard = this_adapter(), get_platform().loss_kernels, class_shard(widths)
     logits, target, _, upstream, _ = inputs("float32")
@@ -195,7 +195,7 @@ def test_class_count_that_does_not_add_up(platform: str, world_size: int) -> Non
 def gathered_as_shards() -> None:
     """In a worker: every rank holds all nine classes, and calls them its shard."""
     from hyper_parallel import get_platform
-    from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+    from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 
     adapter, group = this_adapter(), mesh_of((this_world_size(),), ("tp",)).get_group("tp")
     logits, target, *_ = inputs("float32")

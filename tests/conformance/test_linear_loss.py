@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -155,6 +157,33 @@ def test_options(platform: str, world_size: int, dtype: str, option: str) -> Non
 def test_shapes(platform: str, world_size: int, tokens: tuple[int, ...], classes: int) -> None:
     """Uneven and empty shards, tokens in any number of dims."""
     check(platform, world_size, Call(tokens, classes, ignored=False))
+
+
+@on_groups(1, 2)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+def test_only_what_is_asked_for(platform: str, world_size: int, reduction: str, wanted: str) -> None:
+    """A frozen head costs neither memory for its gradient nor a product; its gradient is not kept at all."""
+    call = Call(reduction=reduction, bias=True, options={"chunk_size": 4})
+    for computed in run_distributed(computed_gradients, call, wanted, platform=platform, world_size=world_size):
+        assert computed == [[wanted]]
+
+
+def computed_gradients(call: Call, wanted: str) -> list[list[str]]:
+    """In a worker: for each time that gradients are computed, those that are."""
+    from hyper_parallel import get_platform
+
+    chunks = importlib.import_module(f"hyper_parallel.platform.{get_platform().name}._linear_chunks")
+    begun: list[Any] = []
+    create = chunks.Gradients.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        create(self, *args)
+        begun.append(self)
+
+    with mock.patch.object(chunks.Gradients, "__init__", counted):
+        run_call(call, [wanted])
+    return [[name for name in ("hidden", "weight", "bias") if getattr(g, name) is not None] for g in begun]
 
 
 @on_groups(1, 2)

@@ -122,3 +122,36 @@ def linear_loss(kind: str) -> None:
         np.testing.assert_allclose(hidden.grad.numpy(), grads["hidden"], rtol=1e-4, atol=1e-5)
         wanted = reference.cut(grads["weight"], size, 0)[rank]
         np.testing.assert_allclose(weight.grad.numpy(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@on_offers({"torch": ("mean", "none")}, "reduction", 2)
+def test_linear_cross_entropy_under_autocast(platform: str, world_size: int, reduction: str) -> None:
+    """The compiled one multiplies in autocast's dtype as well; gradients keep the dtypes of their tensors."""
+    run_distributed(under_autocast, reduction, platform=platform, world_size=world_size, timeout=120)
+
+
+def under_autocast(reduction: str) -> None:
+    """In a worker."""
+    import torch
+
+    from hyper_parallel import linear_cross_entropy
+
+    group, size, rank = group_of("mesh"), this_world_size(), this_rank()
+    data = linear.data_of(linear.Call())
+    target = torch.tensor(data.target)
+
+    def function(x: Any, w: Any) -> Any:
+        return linear_cross_entropy(x, w, target, group, num_classes=11, reduction=reduction)
+
+    def run(function: Callable[..., Any], autocast: bool) -> list[Any]:
+        hidden = torch.tensor(data.hidden, dtype=torch.float32).requires_grad_()
+        weight = torch.tensor(reference.cut(data.weight, size, 0)[rank], dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = function(hidden, weight)
+        loss.sum().backward()
+        return [loss.detach(), hidden.grad, weight.grad]
+
+    wide, eager = run(function, False), run(function, True)
+    for a, b, c in zip(wide, eager, run(compiled(function), True)):
+        assert a.dtype == b.dtype == c.dtype == torch.float32
+        assert not torch.equal(a, b) and torch.equal(b, c)

@@ -11,18 +11,20 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.common.api import _pynative_executor
 
-from hyper_parallel import DTensor, Shard, get_platform
+from hyper_parallel import DTensor, Shard, get_platform, linear_cross_entropy
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.loss_parallel import loss_parallel, reference
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.mindspore import _loss_exchange as exchange
-from hyper_parallel.platform.mindspore._loss_device import DeviceRoute
-from hyper_parallel.platform.mindspore._loss_host import HostRoute
+from hyper_parallel.platform.mindspore._loss_device import DeviceArithmetic
+from hyper_parallel.platform.mindspore._loss_host import HostArithmetic
+from hyper_parallel.platform.mindspore.attention import attention
 from hyper_parallel.platform.mindspore.loss_kernels import MindSporeLossKernels
+from hyper_parallel.platform.mindspore.rms_norm import rms_norm
 from tests.mindspore.collective_workers import native_group
 from tests.mindspore.op_checks import mesh_of
 
-ROUTES: dict[str, Any] = {"host": HostRoute, "device": DeviceRoute}
+ROUTES: dict[str, Any] = {"host": HostArithmetic, "device": DeviceArithmetic}
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
@@ -130,12 +132,26 @@ def strategies(route: str) -> None:
 def twice() -> list[str]:
     """Messages of second derivatives."""
     kernels, shard = get_platform().loss_kernels, shard_of(6)
-    labels = Tensor(np.array([0, 5], np.int32))
+    labels, few = (Tensor(np.array([0, last], np.int32)) for last in (5, 1))
     local = Tensor(np.ones((2, shard.stop - shard.start), np.float32))
+    width = shard.stop - shard.start
+    ones, row, head = (Tensor(np.ones(shape, np.float32)) for shape in ((2, width), (width,), (3, width)))
+    heads, mask = (Tensor(np.ones((1, 1, 2, size), np.float32)) for size in (width, 2))
+
+    def attend(x: Tensor, place: int) -> Tensor:
+        return attention(*(x.reshape(heads.shape) if i == place else heads for i in range(3)), mask)
+
     options = LossOptions(validate=False)
     functions = (
         lambda x: kernels.cross_entropy(x, 1, labels, shard, None, options)[0],
         lambda x: kernels.log_softmax(x, 1, shard, validate=False) ** 2,
+        lambda x: linear_cross_entropy(x, head, few, shard.group),
+        lambda x: linear_cross_entropy(ones, x, few, shard.group),
+        lambda x: rms_norm(x, row, 1e-6) ** 2,
+        lambda x: rms_norm(ones, x.sum(0), 1e-6) ** 2,
+        lambda x: attend(x, 0) ** 2,
+        lambda x: attend(x, 1) ** 2,
+        lambda x: attend(x, 2) ** 2,
     )
     messages = []
     for function in functions:

@@ -74,7 +74,7 @@ def test_strategies(route: str, size: int) -> None:
 def test_second_derivatives() -> None:
     """A clear error, not a wrong number."""
     for messages in run("loss_workers", "twice", world_size=2):
-        assert ["cannot be differentiated twice" in m for m in messages] == [True, True], messages
+        assert len(messages) == 9 and all("cannot be differentiated twice" in m for m in messages), messages
 
 
 @pytest.mark.contract("TRAP11")

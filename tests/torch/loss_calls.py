@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 
 from hyper_parallel.core.shard_spec import chunk_ranges
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from tests.harness import run_distributed, this_rank, this_world_size
 
 # fp32 statistics of a handful of classes: a few roundings of numbers of size 10

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from tests.harness import run_distributed, this_rank
 from tests.torch.loss_calls import class_shard, kernels, numpy64
 

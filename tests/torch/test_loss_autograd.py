@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hyper_parallel.loss_parallel import reference
-from hyper_parallel.loss_parallel.call_check import HEADER_LENGTH
-from hyper_parallel.loss_parallel.kernel_spec import LossOptions
+from hyper_parallel.platform.call_check import HEADER_LENGTH
+from hyper_parallel.platform.loss_kernels import LossOptions
 from tests.torch.loss_calls import class_shard, kernels, local_logits, numpy64, run
 
 pytestmark = pytest.mark.platform("torch")

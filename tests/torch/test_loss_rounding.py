@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from tests.harness import run_distributed
 
 _TOKENS, _CLASSES = 8, 131072

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch import _loss_fused
 from hyper_parallel.platform.torch._loss_forward import distributed_nll_loss_forward, fused_nll_log_softmax_backward
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.errors import LossParallelLayoutError
-from hyper_parallel.loss_parallel.call_check import HEADER_LENGTH, CallFacts, find_error
+from hyper_parallel.platform.call_check import HEADER_LENGTH, CallFacts, find_error
 
 FACTS = CallFacts(
     kind="cross_entropy",

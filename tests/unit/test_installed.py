@@ -94,5 +94,6 @@ def test_one_platform_a_process() -> None:
 
 
 def test_an_unknown_one() -> None:
-    assert refusal("get_platform('jax')") == "unknown backend 'jax' (by argument); expected one of ('torch', 'mindspore')"
+    found = refusal("get_platform('jax')")
+    assert found == "unknown backend 'jax' (by argument); expected one of ('torch', 'mindspore')"
     assert "unknown backend 'tf' (by HYPER_PARALLEL_PLATFORM)" in refusal("get_platform()", variable="tf")

@@ -57,6 +57,6 @@ def test_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert releases.write_result("mindspore", "2.10.0", str(report)) == 1
     assert releases.write_result("torch", "2.10.1", str(report)) == 1
     assert page.read_text() == (
-        "before\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n| PyTorch | 2.10.1 | 2 | 1 | 1 |\n| PyTorch | 2.13.0 | 3 | 0 | 0 |\n"
-        "| MindSpore | 2.10.0 | 2 | 1 | 1 |\n\nafter\n"
+        "before\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n| PyTorch | 2.10.1 | 2 | 1 | 1 |\n"
+        "| PyTorch | 2.13.0 | 3 | 0 | 0 |\n| MindSpore | 2.10.0 | 2 | 1 | 1 |\n\nafter\n"
     )

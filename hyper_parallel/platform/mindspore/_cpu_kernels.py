@@ -125,8 +125,8 @@ class _Tie(_Function):
 
 
 def _log_softmax(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    from hyper_parallel.loss_parallel.kernel_spec import ClassShard
     from hyper_parallel.platform import get_platform
+    from hyper_parallel.platform.loss_kernels import ClassShard
     from hyper_parallel.platform.mindspore.loss_arguments import bind_log_softmax
 
     bound = bind_log_softmax(name, args, kwargs)

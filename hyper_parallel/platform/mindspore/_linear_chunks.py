@@ -6,6 +6,7 @@ the kernels either way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,10 @@ Array = Any
 
 @dataclass
 class Gradients:
-    """Of the hidden states (a term of a sum over the ranks), the weight and the bias; None without one."""
+    """Of the hidden states (a term of a sum over the ranks), the weight and the bias; None where not asked for."""
 
-    hidden: Array
-    weight: Array
+    hidden: Array | None
+    weight: Array | None
     bias: Array | None
 
 
@@ -111,8 +112,11 @@ def run_chunks(
     loss: LinearLoss,
     factor: Tensor | None,
     wide: Any,
+    needs: Sequence[bool],
 ) -> tuple[Array, Gradients | None]:
     """The loss of each token ``[T]``, and the gradients of their sum, weighted by ``factor [T]``.
+
+    ``needs`` says for hidden states, weight and bias whether their gradient is asked for.
 
     Collectives: for each chunk, the exchange of the loss's statistics.
     """
@@ -123,9 +127,9 @@ def run_chunks(
     grads = None
     if factor is not None:
         grads = Gradients(
-            products.zeros((0, hidden.shape[1])),
-            products.zeros(weight.shape),
-            None if bias is None else products.zeros(bias.shape),
+            products.zeros((0, hidden.shape[1])) if needs[0] else None,
+            products.zeros(weight.shape) if needs[1] else None,
+            products.zeros(bias.shape) if needs[2] and bias is not None else None,
         )
     for start in range(0, tokens, length):
         stop = min(start + length, tokens)
@@ -147,8 +151,10 @@ def run_chunks(
         grad = products.enter(kernels.fused_nll_log_softmax_backward(factor[start:stop], local, 1, state))
         if slope is not None:
             grad = grad * slope
-        hidden_grads.append(products.product(grad, weight))
-        grads.weight = products.add_product(grads.weight, grad.T, rows)
+        if grads.hidden is not None:
+            hidden_grads.append(products.product(grad, weight))
+        if grads.weight is not None:
+            grads.weight = products.add_product(grads.weight, grad.T, rows)
         if grads.bias is not None:
             grads.bias = grads.bias + grad.sum(0)
     if grads is not None and hidden_grads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore
@@ -15,26 +16,32 @@ from hyper_parallel.platform.functional import LinearLoss
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.mindspore._host import BFLOAT16, on_cpu, to_host, to_tensor
 from hyper_parallel.platform.mindspore._linear_chunks import Gradients, Products, run_chunks, wide_dtype
-from hyper_parallel.platform.mindspore.custom_grad import requires_grad
+from hyper_parallel.platform.mindspore.custom_grad import differentiable_once, requires_grad
 
 __all__ = ["linear_loss"]
 
 
 def linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss) -> Tensor:
     """See :meth:`LossFunctions.linear_loss`."""
-    wanted = any(x is not None and requires_grad(x) for x in (hidden, weight, bias))
-    result: Tensor = _LinearLoss.apply(hidden, weight, bias, target, loss, wanted)
+    needs = [x is not None and requires_grad(x) for x in (hidden, weight, bias)]
+    result: Tensor = _LinearLoss.apply(hidden, weight, bias, target, loss, needs)
     return result
 
 
 class _LinearLoss(_Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss, wanted: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        loss: LinearLoss,
+        needs: Sequence[bool],
     ) -> Tensor:
-        work = _Work(hidden, weight, bias, target, loss)
+        work = _Work(hidden, weight, bias, target, loss, needs)
         ctx.work = work
-        losses, ctx.grads = work.run(work.factor() if wanted and loss.reduction != "none" else None)
+        losses, ctx.grads = work.run(work.factor() if any(needs) and loss.reduction != "none" else None)
         return work.result(losses)
 
     @staticmethod
@@ -47,16 +54,28 @@ class _LinearLoss(_Function):
             scale = float(upstream) if on_cpu() else upstream
             if grads is None:
                 _, grads = work.run(work.factor())
-        return *work.finish(grads, scale), None, None, None
+        inputs = [x for x in (upstream, work.hidden, work.weight, work.bias) if x is not None]
+        found = [
+            None if g is None else differentiable_once("linear_cross_entropy", g, *inputs)
+            for g in work.finish(grads, scale)
+        ]
+        return *found, None, None, None
 
 
 class _Work:
     """What forward and backward share."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, loss: LinearLoss
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        loss: LinearLoss,
+        needs: Sequence[bool],
     ) -> None:
         self.hidden, self.weight, self.bias, self.target, self.loss = hidden, weight, bias, target, loss
+        self.needs = needs
         self._wide = wide_dtype(hidden)
         self._products = Products(self._wide)
 
@@ -73,7 +92,7 @@ class _Work:
             kernels = get_platform().loss_kernels
             labels = self.flat(self.target)
             return run_chunks(
-                kernels, rows, products.load(self.weight), bias, labels, self.loss, factor, self._wide
+                kernels, rows, products.load(self.weight), bias, labels, self.loss, factor, self._wide, self.needs
             )
 
     def factor(self) -> Tensor:
@@ -99,23 +118,27 @@ class _Work:
                 total = total * factor[0] if losses.shape[0] else total / (total * 0)
             return to_tensor(np.asarray(total, losses.dtype)) if on_cpu() else total
 
-    def finish(self, grads: Gradients, scale: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def finish(self, grads: Gradients, scale: Any) -> list[Tensor | None]:
         """The gradients in shape and dtype of their tensors, that of the hidden states summed over the ranks."""
         with _no_grad(), np.errstate(all="ignore"):
-            group, loss = self.loss.shard.group, self.loss
-            shape = (*self._moved(self.target).shape, self.hidden.shape[-1])
-            hidden = self._products.leave((grads.hidden * scale).reshape(shape))
-            if group is not None and group.size > 1:
-                if loss.sequence_dim is None:
-                    hidden = collectives.all_reduce(hidden, "sum", group)
-                else:
-                    hidden = collectives.reduce_scatter_uneven(hidden, 0, self._pieces(), group)
-            hidden = _cast(self._moved_back(hidden), self.hidden)
-            weight = _cast(self._products.leave(grads.weight * scale), self.weight)
-            bias = None
-            if self.bias is not None and grads.bias is not None:
-                bias = _cast(self._products.leave(grads.bias * scale), self.bias)
-            return hidden, weight, bias
+            hidden: Tensor | None = None
+            if grads.hidden is not None:
+                shape = (*self._moved(self.target).shape, self.hidden.shape[-1])
+                hidden = self._summed(self._products.leave((grads.hidden * scale).reshape(shape)))
+            found = [hidden]
+            for grad, like in ((grads.weight, self.weight), (grads.bias, self.bias)):
+                found.append(None if grad is None else _cast(self._products.leave(grad * scale), like))
+            return found
+
+    def _summed(self, grad: Tensor) -> Tensor:
+        """The terms of the ranks' gradients of the hidden states."""
+        group, loss = self.loss.shard.group, self.loss
+        if group is not None and group.size > 1:
+            if loss.sequence_dim is None:
+                grad = collectives.all_reduce(grad, "sum", group)
+            else:
+                grad = collectives.reduce_scatter_uneven(grad, 0, self._pieces(), group)
+        return _cast(self._moved_back(grad), self.hidden)
 
     def flat(self, x: Tensor) -> Tensor:
         """One number a token, as a vector."""

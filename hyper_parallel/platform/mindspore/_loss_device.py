@@ -15,14 +15,14 @@ from mindspore import Tensor, _no_grad, ops
 
 from hyper_parallel.platform.mindspore._entropy_term import LOWEST, EntropyTerm
 
-__all__ = ["DeviceRoute"]
+__all__ = ["DeviceArithmetic"]
 
 # Bytes of a chunk of rows in fp32: bounds the memory of temporaries, and is long enough to fill the device.
 _CHUNK_BYTES = 1 << 27
 
 
-class DeviceRoute:
-    """The same as :class:`._loss_host.HostRoute`, on tensors."""
+class DeviceArithmetic:
+    """The same as :class:`._loss_host.HostArithmetic`, on tensors."""
 
     on_host = False
     exp = staticmethod(ops.exp)

@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from hyper_parallel.loss_parallel.call_check import CallFacts
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.call_check import CallFacts
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.mindspore._host import as_float32, to_host
 from hyper_parallel.platform.mindspore.custom_grad import requires_grad

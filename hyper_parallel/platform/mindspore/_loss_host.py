@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hyper_parallel.platform.mindspore._entropy_term import LOWEST, EntropyTerm
 from hyper_parallel.platform.mindspore._host import BFLOAT16, to_host, to_tensor
 
-__all__ = ["HostRoute"]
+__all__ = ["HostArithmetic"]
 
 Array = NDArray[Any]
 
@@ -37,7 +37,7 @@ class _Chunk(NamedTuple):
     """Scratch memory in the statistics' dtype, shared by all chunks, with the stride order of the rows."""
 
 
-class HostRoute:
+class HostArithmetic:
     """What :mod:`.loss_kernels` and :mod:`._loss_exchange` compute with. Vectors have one element a token."""
 
     on_host = True

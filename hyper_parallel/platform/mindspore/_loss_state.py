@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.mindspore._loss_targets import IGNORED, masked
 
 __all__ = ["LossState", "NllState", "Vector", "of_kept", "target_slope"]
@@ -21,7 +21,7 @@ class LossState:
     """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token (fp64: 28).
 
     Attributes:
-        slope: per token, A of kernel_spec times ``exp(m - lse)``, m being the maximum of this rank's logits.
+        slope: per token, A of ``LossKernels`` times ``exp(m - lse)``, m being the maximum of this rank's logits.
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
         lse: per token; only with z-loss.

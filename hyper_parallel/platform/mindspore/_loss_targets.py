@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 import numpy as np
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard
+from hyper_parallel.platform.loss_kernels import ClassShard
 
 __all__ = ["ELSEWHERE", "IGNORED", "masked", "place_targets", "target_owner"]
 

@@ -13,7 +13,7 @@ from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
-from hyper_parallel.platform.mindspore.custom_grad import linear_map
+from hyper_parallel.platform.mindspore.custom_grad import differentiable_once, linear_map
 
 __all__ = ["attention", "rotate"]
 
@@ -69,29 +69,33 @@ def _turned(x: Tensor, cos: Any, sin: Any) -> Tensor:
 class _Attention(_Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
         own = to_host(query)
         k, v = as_float32(to_host(key)), as_float32(to_host(value))
         batch, groups, length, size = k.shape
         # query heads that share a key lie next to each other: one product for all of them
-        q = as_float32(own).reshape(batch, groups, -1, size) * np.float32(size**-0.5)
-        weights = q @ k.swapaxes(-1, -2)
+        q = as_float32(own).reshape(batch, groups, -1, size)
+        weights = q @ (k * np.float32(size**-0.5)).swapaxes(-1, -2)
         by_head = weights.reshape(batch, own.shape[1], length, length)
         by_head += as_float32(to_host(mask))
         weights -= weights.max(-1, keepdims=True)
         np.exp(weights, out=weights)
         weights /= weights.sum(-1, keepdims=True)
-        ctx.kept = (q, k, v, weights, own.shape, own.dtype)
+        ctx.weights = weights
         return to_tensor((weights @ v).reshape(own.shape).astype(own.dtype, copy=False))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, weights, shape, dtype = ctx.kept
-        upstream = as_float32(to_host(grads[0])).reshape(q.shape)
+        weights, saved = ctx.weights, ctx.saved_tensors
+        own = to_host(saved[0])
+        k, v = as_float32(to_host(saved[1])), as_float32(to_host(saved[2]))
+        q, upstream = (as_float32(x).reshape(*k.shape[:2], -1, k.shape[-1]) for x in (own, to_host(grads[0])))
         grad_value = weights.swapaxes(-1, -2) @ upstream
         grad = upstream @ v.swapaxes(-1, -2)
         grad -= np.einsum("bgij,bgij->bgi", grad, weights)[..., None]
         grad *= weights
-        grad_query = (grad @ k).reshape(shape) * np.float32(k.shape[-1] ** -0.5)
-        grad_key = grad.swapaxes(-1, -2) @ q
-        found = (to_tensor(g.astype(dtype, copy=False)) for g in (grad_query, grad_key, grad_value))
-        return *found, None
+        scale = np.float32(k.shape[-1] ** -0.5)
+        grad_query = (grad @ k).reshape(own.shape) * scale
+        grad_key = (grad.swapaxes(-1, -2) @ q) * scale
+        found = (to_tensor(g.astype(own.dtype, copy=False)) for g in (grad_query, grad_key, grad_value))
+        return *(differentiable_once("attention", g, grads[0], *saved) for g in found), None

@@ -18,7 +18,7 @@ from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
-__all__ = ["as_input", "linear_map", "requires_grad", "sum_all"]
+__all__ = ["as_input", "differentiable_once", "linear_map", "requires_grad", "sum_all"]
 
 Map = Callable[[Tensor], Tensor]
 
@@ -41,6 +41,29 @@ def linear_map(x: Tensor, forward: Map, adjoint: Map, again: Map | None = None) 
         return forward(x)
     result: Tensor = _LinearMap.apply(as_input(x), forward, adjoint, again or forward)
     return result
+
+
+class _Once(_Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.name = name
+        return grad * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"{ctx.name} cannot be differentiated twice: its gradient has no derivative")
+
+
+def differentiable_once(name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
+    """``grad``, computed by the backward of ``name`` without being recorded.
+
+    While that backward is recorded itself, ``grad`` is tied to the ``inputs`` it depends on: differentiating it raises,
+    instead of taking it for a constant.
+    """
+    if any(requires_grad(x) for x in inputs):
+        result: Tensor = _Once.apply(name, grad, *inputs)
+        return result
+    return grad
 
 
 def as_input(x: Tensor) -> Tensor:

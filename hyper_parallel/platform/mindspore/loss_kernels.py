@@ -1,4 +1,4 @@
-"""Class-sharded log-softmax and cross-entropy in MindSpore, as ``loss_parallel/kernel_spec.py`` describes them.
+"""Class-sharded log-softmax and cross-entropy in MindSpore, as ``platform/loss_kernels.py`` describes them.
 
 The formulas stand here and in ``_loss_exchange``, once; a route does the arithmetic: ``_loss_host`` in NumPy on CPU,
 ``_loss_device`` in MindSpore operators elsewhere. PyNative mode only, as every ``_Function``.
@@ -12,15 +12,15 @@ from typing import Any
 import mindspore
 from mindspore import Tensor
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions, TokenOutputs
+from hyper_parallel.platform.loss_kernels import ClassShard, LossKernels, LossOptions, TokenOutputs
 from hyper_parallel.platform.mindspore import _loss_facts as loss_facts
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.mindspore._entropy_term import EntropyTerm
 from hyper_parallel.platform.mindspore._host import on_cpu
-from hyper_parallel.platform.mindspore._loss_device import DeviceRoute
+from hyper_parallel.platform.mindspore._loss_device import DeviceArithmetic
 from hyper_parallel.platform.mindspore._loss_exchange import ShardStatistics, merge_statistics
-from hyper_parallel.platform.mindspore._loss_functions import CrossEntropy, LogSoftmax, NllLoss
-from hyper_parallel.platform.mindspore._loss_host import HostRoute
+from hyper_parallel.platform.mindspore._loss_host import HostArithmetic
+from hyper_parallel.platform.mindspore._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
 from hyper_parallel.platform.mindspore._loss_targets import IGNORED, masked, place_targets, target_owner
 
@@ -33,8 +33,8 @@ class MindSporeLossKernels(LossKernels):
         route: the arithmetic to use; by default that of the device.
     """
 
-    def __init__(self, route: HostRoute | DeviceRoute | None = None) -> None:
-        self.route: Any = route or (HostRoute() if on_cpu() else DeviceRoute())
+    def __init__(self, route: HostArithmetic | DeviceArithmetic | None = None) -> None:
+        self.route: Any = route or (HostArithmetic() if on_cpu() else DeviceArithmetic())
 
     def log_softmax(
         self,

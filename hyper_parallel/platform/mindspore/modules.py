@@ -13,7 +13,7 @@ from mindspore.common import dtype as mstype
 
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.errors import PlatformError
-from hyper_parallel.platform.mindspore import _gradients, _host
+from hyper_parallel.platform.mindspore import _gradient_norms, _host
 from hyper_parallel.platform.mindspore.custom_grad import linear_map
 from hyper_parallel.platform.mindspore.deferred import deferred_parameter, is_deferred, is_deferring, replace_value
 from hyper_parallel.platform.mindspore.dtensor import as_local
@@ -192,16 +192,16 @@ class MindSporeModuleBackend(ModuleBackend):
         )
 
     def power_sum(self, tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
-        return _gradients.power_sum(tensors, order, like)
+        return _gradient_norms.power_sum(tensors, order, like)
 
     def root(self, x: Tensor, order: float) -> Tensor:
-        return _gradients.root(x, order)
+        return _gradient_norms.root(x, order)
 
     def clip_factor(self, norm: Tensor, max_norm: float) -> Tensor:
-        return _gradients.clip_factor(norm, max_norm)
+        return _gradient_norms.clip_factor(norm, max_norm)
 
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
-        _gradients.scale(gradients, factor)
+        _gradient_norms.scale(gradients, factor)
 
 
 def _zeroing(mask: Tensor) -> Callable[[Tensor], Tensor]:

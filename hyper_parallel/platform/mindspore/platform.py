@@ -38,7 +38,7 @@ from hyper_parallel.platform.platform import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from hyper_parallel.loss_parallel.kernel_spec import LossKernels
+    from hyper_parallel.platform.loss_kernels import LossKernels
 
 __all__ = ["MindSporePlatform", "create_platform"]
 

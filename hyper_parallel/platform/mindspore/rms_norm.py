@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
-from hyper_parallel.platform.mindspore.custom_grad import as_input
+from hyper_parallel.platform.mindspore.custom_grad import as_input, differentiable_once
 
 __all__ = ["rms_norm"]
 
@@ -36,20 +36,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
         own = to_host(x)
         rows, gain = as_float32(own).reshape(-1, own.shape[-1]), as_float32(to_host(weight))
         scale = 1 / np.sqrt(np.einsum("nh,nh->n", rows, rows)[:, None] / np.float32(rows.shape[1]) + np.float32(eps))
         normed = rows * scale
-        ctx.kept = (normed, scale, gain, own.dtype, to_host(weight).dtype)
+        ctx.scale = scale
         return to_tensor((as_float32(normed.astype(own.dtype)) * gain).astype(own.dtype).reshape(own.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        normed, scale, gain, dtype, weight_dtype = ctx.kept
-        host = to_host(grads[0])
+        scale, (x, weight) = ctx.scale, ctx.saved_tensors
+        own, host = to_host(x), to_host(grads[0])
+        gain = as_float32(to_host(weight))
+        normed = as_float32(own).reshape(-1, own.shape[-1]) * scale
         upstream = as_float32(host).reshape(normed.shape)
         inner = upstream * gain
         dot = np.einsum("nh,nh->n", inner, normed)[:, None] / np.float32(normed.shape[1])
         grad_x = (inner - normed * dot) * scale
         grad_weight = (upstream * normed).sum(0, dtype=np.float64)
-        return to_tensor(grad_x.astype(dtype).reshape(host.shape)), to_tensor(grad_weight.astype(weight_dtype)), None
+        found = grad_x.astype(own.dtype).reshape(own.shape), grad_weight.astype(to_host(weight).dtype)
+        return *(differentiable_once("rms_norm", to_tensor(g), grads[0], x, weight) for g in found), None

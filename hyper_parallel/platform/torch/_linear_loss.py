@@ -14,19 +14,27 @@ from hyper_parallel.platform.torch._linear_chunks import Gradients, run_chunks
 from hyper_parallel.platform.torch._loss_rows import autocast_off
 from hyper_parallel.platform.torch.collectives import all_gather_uneven, all_reduce, reduce_scatter_uneven
 
-__all__ = ["compute", "gradients_again", "linear_loss", "sum_hidden"]
+__all__ = ["autocast_inputs", "compute", "gradients_again", "linear_loss", "sum_hidden"]
 
 
 def linear_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, loss: LinearLoss
 ) -> torch.Tensor:
     """See :meth:`LossFunctions.linear_loss`."""
+    hidden, weight, needs = autocast_inputs(hidden, weight, bias)
+    result: torch.Tensor = _LinearLoss.apply(hidden, weight, bias, target, loss, needs)
+    return result
+
+
+def autocast_inputs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """Hidden states and weight in the dtype of the product, and which of the three need a gradient."""
     if torch.is_autocast_enabled(hidden.device.type):  # what autocast does with a linear layer
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
-    result: torch.Tensor = _LinearLoss.apply(hidden, weight, bias, target, loss, needs)
-    return result
+    recorded = torch.is_grad_enabled()
+    return hidden, weight, [x is not None and x.requires_grad and recorded for x in (hidden, weight, bias)]
 
 
 def compute(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.core.shard_spec import chunk_ranges
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
 from hyper_parallel.platform.functional import LinearLoss
-from hyper_parallel.platform.torch._linear_loss import compute, gradients_again, sum_hidden
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.torch._linear_loss import autocast_inputs, compute, gradients_again, sum_hidden
 from hyper_parallel.platform.torch._loss_ops import group_by_name, group_name
 
 __all__ = ["linear_loss"]
@@ -25,7 +25,7 @@ def linear_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, loss: LinearLoss
 ) -> torch.Tensor:
     """:meth:`LossFunctions.linear_loss` by way of the operators."""
-    needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
+    hidden, weight, needs = autocast_inputs(hidden, weight, bias)
     options = loss.options
     settings = (
         *(group_name(loss.shard.group), loss.shard.num_classes, options.ignore_index, options.label_smoothing),

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from hyper_parallel.loss_parallel.call_check import CallFacts
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.call_check import CallFacts
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.platform import Group
 from hyper_parallel.platform.torch.collectives import all_gather
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch._loss_exchange import merge_statistics
 from hyper_parallel.platform.torch._loss_gradients import LossState, cross_entropy_grad
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype

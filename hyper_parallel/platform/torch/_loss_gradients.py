@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch._huge_pages import empty_like
 from hyper_parallel.platform.torch._loss_entropy import EntropyRows
 from hyper_parallel.platform.torch._loss_fused import fused_kernels
@@ -32,7 +32,7 @@ class LossState:
     Probabilities are ``p_c = unit exp(x_c - anchor)``.
 
     Attributes:
-        slope: per token, A of kernel_spec times the unit.
+        slope: per token, A of ``LossKernels`` times the unit.
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
         anchor: per token, the largest of this rank's logits (0 for -inf).

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.loss_parallel.functional_checks import find_shard
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions, TokenOutputs
 from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions, TokenOutputs
 from hyper_parallel.platform.platform import Group
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_nll_loss_forward,
@@ -93,6 +92,9 @@ def _forward(
     entropy: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Loss, token weight, log-probability, entropy; the state; the shard's numbers."""
+    # Which classes a rank holds is settled when the operator runs, by the layer that eager calls come from.
+    from hyper_parallel.loss_parallel.functional_checks import find_shard
+
     options = LossOptions(
         ignore_index, label_smoothing, z_loss, False, validate, description, log_probs, entropy
     )

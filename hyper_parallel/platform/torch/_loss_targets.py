@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard
+from hyper_parallel.platform.loss_kernels import ClassShard
 from hyper_parallel.platform.torch._loss_rows import matrices, statistics_dtype
 
 __all__ = ["ELSEWHERE", "IGNORED", "at_index", "place_targets", "put_at_index", "target_owner"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import LossOptions, TokenOutputs
 from hyper_parallel.platform.functional import FindShard, LinearLoss, LossFunctions
+from hyper_parallel.platform.loss_kernels import LossOptions, TokenOutputs
 from hyper_parallel.platform.platform import Group
 from hyper_parallel.platform.torch import _linear_ops as linear_ops
 from hyper_parallel.platform.torch import _loss_ops as loss_ops

@@ -1,22 +1,22 @@
-"""Class-sharded log-softmax and cross-entropy in PyTorch, as ``loss_parallel/kernel_spec.py`` describes them.
+"""Class-sharded log-softmax and cross-entropy in PyTorch, as ``platform/loss_kernels.py`` describes them.
 
 Everything walks over the logits in chunks of rows (``_loss_rows``); a chunk's softmax gives a row's
 statistics in the forward (``_loss_statistics``) and, taken again in the backward, its gradient
-(``_loss_gradients``). ``_loss_forward`` puts them together, ``_loss_functions`` under autograd.
+(``_loss_gradients``). ``_loss_forward`` puts them together, ``_loss_nodes`` under autograd.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossKernels, LossOptions, TokenOutputs
+from hyper_parallel.platform.loss_kernels import ClassShard, LossKernels, LossOptions, TokenOutputs
 from hyper_parallel.platform.torch import _loss_facts as loss_facts
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
     distributed_nll_loss_forward,
     fused_nll_log_softmax_backward,
 )
-from hyper_parallel.platform.torch._loss_functions import CrossEntropy, LogSoftmax, NllLoss
+from hyper_parallel.platform.torch._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.torch._loss_rows import statistics_dtype
 
 __all__ = [

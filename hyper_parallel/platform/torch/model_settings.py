@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform.torch.interop import native_mesh
 from hyper_parallel.platform.training import ModelSettings
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.device_mesh import DeviceMesh
 
 __all__ = ["blocks_of", "wrap_blocks", "wrap_data_parallel"]
 

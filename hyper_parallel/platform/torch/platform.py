@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch import collectives, dtensor, interop, loss_ar
 from hyper_parallel.platform.torch.custom_grad import linear_map
 
 if TYPE_CHECKING:
-    from hyper_parallel.loss_parallel.kernel_spec import LossKernels
+    from hyper_parallel.platform.loss_kernels import LossKernels
 
 __all__ = ["TorchPlatform", "create_platform"]
 

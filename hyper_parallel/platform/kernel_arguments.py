@@ -1,4 +1,4 @@
-"""What the loss kernels of :mod:`hyper_parallel.loss_parallel.kernel_spec` take and give."""
+"""What the loss kernels of :mod:`hyper_parallel.platform.loss_kernels` take and give."""
 
 from __future__ import annotations
 

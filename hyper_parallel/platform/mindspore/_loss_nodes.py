@@ -7,8 +7,8 @@ from typing import Any
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
-from hyper_parallel.platform.mindspore.custom_grad import requires_grad
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.mindspore.custom_grad import differentiable_once
 
 __all__ = ["CrossEntropy", "LogSoftmax", "NllLoss"]
 
@@ -51,7 +51,7 @@ class CrossEntropy(_Function):
         grad = ctx.kernels.fused_nll_log_softmax_backward(
             grad_loss, local_logits, ctx.dim, ctx.state, grad_log_prob, grad_entropy
         )
-        return _differentiable_once("cross_entropy", grad, grad_loss, *more, local_logits), *[None] * 6
+        return differentiable_once("the class-sharded cross_entropy", grad, grad_loss, *more, local_logits), *[None] * 6
 
 
 class LogSoftmax(_Function):
@@ -66,7 +66,7 @@ class LogSoftmax(_Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         local_logits, share = ctx.saved_tensors
         out = ctx.kernels.log_softmax_backward(grad, local_logits, ctx.dim, ctx.shard, share)
-        return _differentiable_once("log_softmax", out, grad, local_logits), *[None] * 4
+        return differentiable_once("the class-sharded log_softmax", out, grad, local_logits), *[None] * 4
 
 
 class NllLoss(_Function):
@@ -89,25 +89,4 @@ class NllLoss(_Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> Any:
         grad = ctx.kernels.nll_loss_backward(grad_loss, ctx.state)
-        return _differentiable_once("nll_loss", grad, grad_loss), *[None] * 6
-
-
-class _Once(_Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.name = name
-        return grad * 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            f"the class-sharded {ctx.name} cannot be differentiated twice: its gradient has no derivative"
-        )
-
-
-def _differentiable_once(name: str, grad: Tensor, *inputs: Tensor) -> Tensor:
-    """``grad``; while the backward itself is recorded, tied to what it depends on: differentiating it raises."""
-    if any(requires_grad(x) for x in inputs):
-        result: Tensor = _Once.apply(name, grad, *inputs)
-        return result
-    return grad
+        return differentiable_once("the class-sharded nll_loss", grad, grad_loss), *[None] * 6

@@ -31,8 +31,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.loss_parallel.call_check import CallFacts, find_error
-from hyper_parallel.loss_parallel.kernel_arguments import ClassShard, LossOptions, Tensor, TokenOutputs
+from hyper_parallel.platform.call_check import CallFacts, find_error
+from hyper_parallel.platform.kernel_arguments import ClassShard, LossOptions, Tensor, TokenOutputs
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Group

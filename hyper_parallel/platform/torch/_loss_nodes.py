@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.loss_parallel.kernel_spec import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
     distributed_nll_loss_forward,
