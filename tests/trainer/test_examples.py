@@ -84,18 +84,3 @@ def test_the_script_finds_the_loss_of_one_device(
             float(part.split()[0].strip(",")) for part in (line.split("loss ")[1], line.split("device ")[1])
         )
         assert loss == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.platform("torch")
-def test_a_model_of_ones_own_trains_alike_on_one_rank_and_on_four(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.chdir(tmp_path)
-    losses = []
-    for ranks in (1, 4):
-        script = [sys.executable, str(ROOT / "examples" / "train_own_model.py")]
-        run_job(script, nproc=ranks, backend="torch", log_folder=tmp_path / "logs")
-        losses.append(read_losses(tmp_path / "outputs" / "own_model" / "metrics.jsonl"))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-3)  # 60 steps apart
-    assert losses[1][1] == pytest.approx(losses[0][1], rel=1e-5) and losses[0][60] < losses[0][1] / 2
