@@ -1,7 +1,7 @@
 """Put measured results into the documentation: ``python -m benchmarks.page``.
 
 Reads ``benchmarks/results/*.json`` and rewrites what stands between the markers of ``docs/guide/performance.md`` and
-``README.md``.
+of both READMEs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.report import case_title, fitted, markdown, simple_table
 __all__ = ["full_tables", "rewritten", "short_table"]
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/guide/performance.md", "README.md")
+PAGES = ("docs/guide/performance.md", "README.md", "README.zh-CN.md")
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -83,7 +83,7 @@ def rewritten(text: str, found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Rewrite both pages."""
+    """Rewrite the pages."""
     for name in PAGES:
         path = ROOT / name
         path.write_text(rewritten(path.read_text(encoding="utf-8"), results()), encoding="utf-8")
