@@ -107,6 +107,28 @@ def test_an_id_outside_the_table(platform: str, world_size: int, bad: int) -> No
         assert error.type == "IndexError" and f"{bad}" in error.message and "5 rows" in error.message
 
 
+def narrow_ids(dtype: str) -> np.ndarray:
+    from hyper_parallel.tensor_parallel.vocab_layers import VocabParallelEmbedding
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter = this_adapter()
+    layer = VocabParallelEmbedding(70_000, 1, group=adapter.mesh)
+    adapter.fill(layer.weight, np.arange(70_000, dtype=np.float32)[:, None])
+    return adapter.array(layer(adapter.tensor(np.array([3, 120]), dtype)))[:, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])
+def test_ids_of_a_narrow_dtype(dtype: str) -> None:
+    """MindSpore takes them, and where a rank's rows begin does not fit into them. (PyTorch takes int32 and int64.)"""
+    for found in run_distributed(narrow_ids, dtype, platform="mindspore", world_size=2):
+        np.testing.assert_array_equal(found, [3, 120])
+
+
+def test_ids_that_are_no_integers() -> None:
+    for error in run_distributed(narrow_ids, "float32", platform="mindspore", world_size=2, expect_error=True):
+        assert error.type == "TypeError" and "expected an integer dtype" in error.message
+
+
 def tied_model(tied: bool, gather: bool) -> tuple[np.ndarray, list[Part], bool]:
     """ids -> embedding -> head -> loss, with the head's weight the embedding's, or another."""
     from hyper_parallel import DTensor, loss_parallel

@@ -165,9 +165,13 @@ class MindSporeModuleBackend(ModuleBackend):
 
     def lookup(self, ids: Tensor, table: Tensor, start: int, padding_idx: int | None) -> Tensor:
         rows, width = table.shape
+        if not str(ids.dtype).startswith(("Int", "UInt")):
+            raise TypeError(f"the ids of an embedding are {ids.dtype}; expected an integer dtype")
         if rows == 0 or width == 0 or ids.size == 0:  # nothing to look up, but the graph still leads to the table
             shape, whole = (*ids.shape, width), tuple(table.shape)
             return linear_map(table, lambda t: ops.zeros(shape, t.dtype), lambda g: ops.zeros(whole, g.dtype))
+        if ids.dtype not in (mindspore.int32, mindspore.int64):  # a narrow one would wrap around
+            ids = ids.astype(mindspore.int64)
         local = ids - start
         elsewhere = ops.logical_or(local < 0, local >= rows)
         found = ops.gather(table, ops.masked_fill(local, elsewhere, 0), 0)
