@@ -53,6 +53,7 @@ _EXPORTS = {
     "VocabParallelHead": "hyper_parallel.tensor_parallel.vocab_layers",
     "ColwiseParallel": "hyper_parallel.tensor_parallel.styles",
     "RowwiseParallel": "hyper_parallel.tensor_parallel.styles",
+    "LinearLossParallel": "hyper_parallel.tensor_parallel.linear_loss",
     "NoParallel": "hyper_parallel.tensor_parallel.prepare",
     "PrepareModuleInput": "hyper_parallel.tensor_parallel.prepare",
     "PrepareModuleInputOutput": "hyper_parallel.tensor_parallel.prepare",

@@ -19,9 +19,12 @@ from hyper_parallel.core.redistribute import redistribute_local
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.core.state import State, current_state
 from hyper_parallel.errors import LossParallelLayoutError, UnsupportedOperatorError
-from hyper_parallel.loss_parallel.agreement import View, agree, digest
-from hyper_parallel.loss_parallel.inputs import LossInputs, check_target_values, prepare
+from hyper_parallel.loss_parallel.agreed import agreed, shared_text
+from hyper_parallel.loss_parallel.agreement import View, agree
+from hyper_parallel.loss_parallel.inputs import LossInputs, prepare
 from hyper_parallel.loss_parallel.op_names import loss_kind
+from hyper_parallel.loss_parallel.uncomputed import UncomputedLogits
+from hyper_parallel.loss_parallel.uncomputed_loss import uncomputed_cross_entropy
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.platform import LossArguments, Tensor
@@ -47,6 +50,8 @@ def dispatch_loss_parallel(
     platform, state = get_platform(), _loss_state()
     call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
     logits = call.input
+    if isinstance(logits, UncomputedLogits):
+        return uncomputed_cross_entropy(call, state) if kind == "cross_entropy" else NotImplemented
     if kind == "log_softmax":
         if isinstance(logits, DTensor) and not state.loss_parallel:
             return _log_softmax_outside(call, state, op_call, args, kwargs)
@@ -93,11 +98,12 @@ def _loss_state() -> State:
 
 
 def _inside(call: LossArguments, state: State) -> Any:
+    local = get_platform().as_local(call.input)
     if _nothing_sharded(call) and not (state.mesh is not None and state.strict):
-        inputs = _agreed(call, lambda: None)
+        inputs = agreed(call, local, lambda: None)
     else:
         may_gather = not state.strict or state.config.loss_parallel_fallback_on_layout_error
-        inputs = _agreed(call, lambda: prepare(call, mesh=state.mesh, may_gather=may_gather))
+        inputs = agreed(call, local, lambda: prepare(call, mesh=state.mesh, may_gather=may_gather))
     return NotImplemented if inputs is None else _compute(call, inputs)
 
 
@@ -109,7 +115,8 @@ def _outside(call: LossArguments, state: State) -> Any:
             "Enter loss_parallel(), redistribute the logits to Replicate, or set "
             "ParallelismConfig.loss_parallel_fallback_on_layout_error"
         )
-    inputs = _agreed(call, lambda: prepare(call, mesh=None, may_gather=True, must_gather=True))
+    local = get_platform().as_local(call.input)
+    inputs = agreed(call, local, lambda: prepare(call, mesh=None, may_gather=True, must_gather=True))
     assert inputs is not None
     return _compute(call, inputs)
 
@@ -130,53 +137,6 @@ def _plain_logits(
 def _nothing_sharded(call: LossArguments) -> bool:
     tensors = [x for x in (call.input, call.target, call.weight) if isinstance(x, DTensor)]
     return all(x.global_layout.is_replicated for x in tensors)
-
-
-# -- agreement --------------------------------------------------------------------------------------------------------
-
-
-def _agreed(call: LossArguments, make: Callable[[], LossInputs | None]) -> LossInputs | None:
-    """What ``make`` gives on this rank, once every rank has got there; or on every rank the same error."""
-    platform, layout = get_platform(), call.input.global_layout
-    validate = platform.loss_kernels.validates_by_default(call.input)
-    inputs: LossInputs | None = None
-    error: Exception | None = None
-    values: dict[str, Any] = {}
-    try:
-        inputs = make()
-        if validate and inputs is not None:
-            values = _target_view(call, inputs)
-    except (LossParallelLayoutError, NotImplementedError, IndexError, TypeError, ValueError) as e:
-        error = e
-    if validate:
-        text = _shared_text(call, layout, with_weight=error is None)
-        error = agree(View(error, text, **values), layout.mesh, platform.as_local(call.input))
-    if error is not None:
-        raise error
-    return inputs
-
-
-def _shared_text(call: LossArguments, layout: Layout, with_weight: bool = False) -> str:
-    """What all ranks must see alike; ``with_weight``: the class weights were checked, so that they can be read."""
-    platform = get_platform()
-    text = f"{call.kind} of {platform.dtype_name(call.input)} logits with {layout.describe()}"
-    if call.kind == "log_softmax":
-        dim = call.dim % layout.ndim if call.dim is not None and -layout.ndim <= call.dim < layout.ndim else call.dim
-        return f"{text}, dim={dim}"
-    weight = ""
-    if with_weight and platform.is_tensor(call.weight):
-        weight = f", weight checksum {digest(platform.to_numpy(call.weight)):#010x}"
-    return f"{text}, reduction={call.reduction!r}, ignore_index={call.ignore_index}{weight}"
-
-
-def _target_view(call: LossArguments, inputs: LossInputs) -> dict[str, Any]:
-    """Digest of the target, and along which mesh dims it must be the same."""
-    values = check_target_values(call, inputs)
-    mesh_dims = range(inputs.layout.mesh.ndim)
-    return {
-        "values": digest(values.astype("int64")),
-        "value_dims": tuple(d for d in mesh_dims if d not in inputs.token_mesh_dims),
-    }
 
 
 # -- computation ----------------------------------------------------------------------------------------------------
@@ -249,7 +209,7 @@ def _log_softmax(call: LossArguments, state: State) -> Any:
             )
     local = platform.as_local(x)
     if platform.loss_kernels.validates_by_default(local):
-        error = agree(View(error, _shared_text(call, layout)), layout.mesh, local)
+        error = agree(View(error, shared_text(call, layout)), layout.mesh, local)
     if error is not None:
         raise error
     shard = _class_shard(layout, dim, mesh_dims[0])

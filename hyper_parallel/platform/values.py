@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Group", "LossArguments", "NativeDTensor", "NativeMesh", "Tensor"]
+__all__ = ["Group", "LossArguments", "NativeDTensor", "NativeMesh", "StandIn", "Tensor"]
 
 Tensor = Any
 """A tensor of the backend; only the backend's own folder looks inside."""
@@ -71,3 +72,22 @@ class LossArguments:
     label_smoothing: float = 0.0
     dim: int | None = None
     dtype: Any = None
+
+
+class StandIn:
+    """Something in the place of a tensor, that is no tensor: asked before the framework's functions run on it.
+
+    PyTorch asks by ``__torch_function__`` for every function; MindSpore where functions are routed to the library: the
+    losses.
+    """
+
+    @classmethod
+    def _dispatch(cls, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of the function."""
+        raise NotImplementedError(f"{cls.__name__} must define _dispatch")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return cls._dispatch(func, args, kwargs or {})

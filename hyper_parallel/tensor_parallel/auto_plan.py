@@ -50,17 +50,22 @@ every rank.
 
 
 def auto_plan(
-    model: Module, config: ParallelismConfig, *, sequence_parallel: bool = False
+    model: Module,
+    config: ParallelismConfig,
+    *,
+    sequence_parallel: bool = False,
+    head: str | ParallelStyle | None = None,
 ) -> dict[str, str | ParallelStyle]:
     """A plan for all of ``model``, its last layer included.
 
     From the first that exists: a plan of this library for the model's type; the model's own (``tp_plan``,
     as models of transformers have it); that of Llama, where all its names are found. The last layer is
-    class-sharded for ``loss_parallel()``, unless ``config.disable_loss_parallel``. With
+    class-sharded for ``loss_parallel()``, or treated as ``head`` says (``"linear_loss"``), unless
+    ``config.disable_loss_parallel``. With
     ``sequence_parallel`` the activations between the shared layers are sharded over the sequence.
 
     Raises:
-        ParallelPlanError: none of these.
+        ParallelPlanError: none of these; ``head`` for a model without a last layer.
     """
     backend = get_module_backend()
     names = [name for name, _ in backend.named_modules(model)]
@@ -78,10 +83,12 @@ def auto_plan(
             f"and its modules are not named as Llama's are; types with a plan: {sorted(_BY_TYPE)}. Pass one, as a "
             "mapping of name patterns to styles"
         )
-    head = head_name(model)
-    if head is not None:
-        plan.pop(head, None)
-        plan[head] = last_layer(config)
+    name = head_name(model)
+    if name is not None:
+        plan.pop(name, None)
+        plan[name] = last_layer(config) if head is None or config.disable_loss_parallel else head
+    elif head is not None:
+        raise ParallelPlanError(f"head={head!r}: {backend.describe(model).type_name} has no last layer that is known")
     embedding = _embedding_name(model)
     if embedding is not None and not any(names_anything(p, [embedding], base_prefixes(model)) for p in plan):
         plan = {embedding: RowwiseParallel(input_layouts=Replicate()), **plan}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from hyper_parallel.core.placement_types import Replicate, Shard
 from hyper_parallel.errors import ParallelPlanError
+from hyper_parallel.tensor_parallel.linear_loss import LinearLossParallel
 from hyper_parallel.tensor_parallel.prepare import NoParallel, SequenceParallel, SummedGradients
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -18,6 +19,7 @@ _KINDS: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_loss_parallel": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    "linear_loss": LinearLossParallel,
     "packed_colwise": lambda: ColwiseParallel(parts=2),
     "rowwise": RowwiseParallel,
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),

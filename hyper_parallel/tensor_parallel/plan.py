@@ -34,6 +34,7 @@ def parallelize_module(
     *,
     config: ParallelismConfig | None = None,
     sequence_parallel: bool = False,
+    head: str | ParallelStyle | None = None,
 ) -> Module:
     """Share a model's layers between the ranks of a mesh. The model's code stays as it is; works on models
     without memory.
@@ -55,6 +56,8 @@ def parallelize_module(
             class-sharded DTensors. Default: that of the surrounding train context.
         sequence_parallel: for ``"auto"``: shard the activations between the shared layers over the sequence
             (dim 1), as DTensors.
+        head: for ``"auto"``: the style of the last layer; ``"linear_loss"``: its logits are never there as a
+            whole, see :class:`LinearLossParallel`. Without effect under ``disable_loss_parallel``.
 
     Returns:
         ``module``, changed in place. :func:`sharding_report` tells what was done.
@@ -77,7 +80,7 @@ def parallelize_module(
     try:
         if not get_module_backend().is_module(module):
             raise TypeError(f"parallelize_module takes a module, found {type(module).__name__}")
-        mapping = _as_mapping(module, parallelize_plan, config, sequence_parallel)
+        mapping = _as_mapping(module, parallelize_plan, config, sequence_parallel, head)
         planned = plan_model(module, mesh, mapping, automatic=parallelize_plan == "auto")
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
@@ -106,11 +109,15 @@ def _as_mapping(
     plan: str | ParallelStyle | Mapping[str, str | ParallelStyle],
     config: ParallelismConfig | None,
     sequence_parallel: bool,
+    head: str | ParallelStyle | None,
 ) -> Mapping[str, str | ParallelStyle]:
     if plan == "auto":
-        return auto_plan(module, config or current_state().config, sequence_parallel=sequence_parallel)
+        settings = config or current_state().config
+        return auto_plan(module, settings, sequence_parallel=sequence_parallel, head=head)
     if sequence_parallel:
         raise ParallelPlanError("sequence_parallel goes with the plan 'auto'; other plans say it in their layouts")
+    if head is not None:
+        raise ParallelPlanError("head goes with the plan 'auto'; other plans name the last layer")
     if isinstance(plan, ParallelStyle):
         return {"": plan}
     if isinstance(plan, Mapping):

@@ -27,7 +27,7 @@ from hyper_parallel.tensor_parallel.rules import (
 )
 from hyper_parallel.tensor_parallel.shard_loader import ParallelRule, rule_spec
 
-__all__ = ["ColwiseParallel", "ParallelStyle", "RowwiseParallel", "Site"]
+__all__ = ["ColwiseParallel", "ParallelStyle", "RowwiseParallel", "Site", "check_shareable", "placement_of"]
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ class ColwiseParallel(ParallelStyle):
 
     def bind(self, site: Site) -> Rule:
         """See :class:`ParallelStyle`."""
-        output = _placement(self.output_layouts, Shard(-1))
+        output = placement_of(self.output_layouts, Shard(-1))
         settings: dict[str, Any] = {
             "mesh": site.mesh,
-            "input": _placement(self.input_layouts, Replicate()),
+            "input": placement_of(self.input_layouts, Replicate()),
             "output": output,
             "use_local": self.use_local_output,
             "out_features": site.facts.out_features,
@@ -159,9 +159,9 @@ class ColwiseParallel(ParallelStyle):
 
     def describe(self) -> str:
         """One short line for reports."""
-        given = f"{_placement(self.input_layouts, Replicate())} -> " if self.input_layouts else "-> "
+        given = f"{placement_of(self.input_layouts, Replicate())} -> " if self.input_layouts else "-> "
         dtensor = "" if self.use_local_output else " DTensor"
-        return f"ColwiseParallel {given}{_placement(self.output_layouts, Shard(-1))}{dtensor}"
+        return f"ColwiseParallel {given}{placement_of(self.output_layouts, Shard(-1))}{dtensor}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ class RowwiseParallel(ParallelStyle):
         is_embedding = facts.kind == "embedding"
         settings: dict[str, Any] = {
             "mesh": site.mesh,
-            "input": _placement(self.input_layouts, Replicate() if is_embedding else Shard(-1)),
-            "output": _placement(self.output_layouts, Replicate()),
+            "input": placement_of(self.input_layouts, Replicate() if is_embedding else Shard(-1)),
+            "output": placement_of(self.output_layouts, Replicate()),
             "use_local": self.use_local_output,
         }
         check_shareable(self, site)
@@ -206,7 +206,7 @@ class RowwiseParallel(ParallelStyle):
         """One short line for reports."""
         given = f"{self.input_layouts} -> " if self.input_layouts else "-> "
         dtensor = "" if self.use_local_output else " DTensor"
-        return f"RowwiseParallel {given}{_placement(self.output_layouts, Replicate())}{dtensor}"
+        return f"RowwiseParallel {given}{placement_of(self.output_layouts, Replicate())}{dtensor}"
 
 
 def check_shareable(style: ParallelStyle, site: Site) -> None:
@@ -229,7 +229,7 @@ def _lookup_settings(facts: LayerFacts) -> dict[str, Any]:
     return {"padding_idx": facts.padding_idx, "scale": facts.scale, "weight": facts.weight}
 
 
-def _placement(given: Placement | None, default: Placement) -> Placement:
+def placement_of(given: Placement | None, default: Placement) -> Placement:
     """The placement to use.
 
     Raises:

@@ -18,6 +18,7 @@ from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore._replaced_body import Handler, route
 from hyper_parallel.platform.mindspore.op_names import NamedCall, PackedPrimitive
+from hyper_parallel.platform.values import StandIn
 
 __all__ = ["install_routes"]
 
@@ -57,14 +58,14 @@ def install_routes(base: type) -> None:
 
 
 def _dispatch_as(name: str, base: type, on_host: Callable[..., Any] | None = None) -> Handler:
-    """A call with a DTensor among its arguments goes to the dispatcher as operator ``name``.
+    """A call with a DTensor, or with a stand-in of a tensor, among its arguments goes to these as operator ``name``.
 
     ``on_host``: what computes it on CPU on local tensors, when not the function itself.
     """
 
     def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for x in (*args, *kwargs.values()):
-            if isinstance(x, base):
+            if isinstance(x, (base, StandIn)):
                 function = on_host if on_host is not None and on_cpu() else original
                 return type(x)._dispatch(NamedCall(name, function), args, kwargs)  # type: ignore[attr-defined]
         return original(*args, **kwargs)
