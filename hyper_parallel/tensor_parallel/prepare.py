@@ -4,7 +4,7 @@ sharded sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from hyper_parallel.core.placement_types import Placement, Replicate, Shard
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
+from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.activations import deliver, take_apart
 from hyper_parallel.tensor_parallel.regions import copy_to_tp_region
 from hyper_parallel.tensor_parallel.rules import Rule
@@ -105,10 +106,27 @@ class SummedRule(Rule):
         if self.move and args:
             local, layout = take_apart(args[0], self.mesh, self.input)
             args = (deliver(local, layout, self.input, use_local=True), *args[1:])
-        result = backend.call_with(module, forward, summed, args, kwargs)
+        if layout is not None and 0 in get_platform().shape(args[0]):
+            result = _of_nothing(args[0], summed.values())
+        else:
+            result = backend.call_with(module, forward, summed, args, kwargs)
         if layout is None or self.use_local:
             return result
         return deliver(result, layout.replace([self.input]), self.input, use_local=False)
+
+
+def _of_nothing(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """What a norm makes of ``x``, which has no elements: itself, on the graph of the parameters, which the other ranks
+    sum gradients of. MindSpore's kernels refuse to run, and leave sums of nothing uninitialised.
+    """
+    platform = get_platform()
+    empty = platform.shape(x)
+    for parameter in parameters:
+        whole = platform.shape(parameter)
+        x = x + platform.linear_map(
+            parameter, lambda p: platform.zeros(empty, p), lambda grad, whole=whole: platform.zeros(whole, grad)
+        )
+    return x
 
 
 @dataclass(frozen=True, kw_only=True)

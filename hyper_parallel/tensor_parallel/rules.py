@@ -208,6 +208,18 @@ def check_ids(ids: Tensor, rows: int) -> None:
         raise IndexError(f"ids from {found[0]} to {found[1]} in an embedding of {rows} rows")
 
 
+def beside(parameter: Tensor, x: Tensor) -> Tensor:
+    """The parameter, for work on ``x``: where that has no elements, its gradient from there is zeros.
+
+    A rank has none where there is less to share than ranks. MindSpore leaves the sum of nothing uninitialised.
+    """
+    platform = get_platform()
+    if 0 not in platform.shape(x):
+        return parameter
+    shape = platform.shape(parameter)
+    return platform.linear_map(parameter, lambda p: p, lambda grad: platform.zeros(shape, grad))
+
+
 def is_plain_cut(spec: ShardSpec) -> bool:
     """Whether a cut dim lies over the ranks as ``Shard`` says: one ``torch.chunk`` piece each."""
     if spec.dim is None:
@@ -228,7 +240,7 @@ def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None) -> Any:
     """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it."""
     if rule.use_local and isinstance(rule.output, Replicate):
         y = reduce_from_tp_region(y, rule.group)
-        return y if bias is None else y + bias
+        return y if bias is None else y + beside(bias, y)
     shape: Sequence[int] = get_platform().shape(y)
     layout = Layout(rule.mesh, [Partial()], shape)
     target = layout.replace([rule.output])
@@ -238,5 +250,5 @@ def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None) -> Any:
         if isinstance(placement, Shard):
             last = placement.dim == len(shape) - 1
             bias = scatter_to_tp_region(bias, rule.group) if last else copy_to_tp_region(bias, rule.group)
-        y = y + bias
+        y = y + beside(bias, y)
     return deliver(y, target, rule.output, rule.use_local)

@@ -133,6 +133,17 @@ def test_plan(name: str, fused: bool, tied: bool, platform: str, world_size: int
         assert value < 1e-12 and gradient < tolerance, where
 
 
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
+@pytest.mark.parametrize(("length", "world_size"), [(1, 2), (5, 4)])
+def test_a_rank_without_any_of_the_sequence(platform: str, length: int, world_size: int) -> None:
+    """It adds nothing to the gradients of biases and norms: MindSpore leaves the sum of nothing uninitialised."""
+    found = run_distributed(
+        apply_plan, "sequence parallel", False, False, length, platform=platform, world_size=world_size
+    )
+    for value, gradient, where in found:
+        assert value < 1e-12 and gradient < (1e-6 if platform == "mindspore" else 1e-12), where
+
+
 def prepared(case: str) -> tuple[bool, ...]:
     from hyper_parallel import DTensor
     from hyper_parallel.tensor_parallel.plan import parallelize_module
