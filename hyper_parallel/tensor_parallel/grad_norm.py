@@ -83,8 +83,8 @@ def total_norm(
     Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over.
 
     Raises:
-        ValueError: another number of gradients than of parameters, an order that is not positive, a cut parameter
-            without its group, or a distributed tensor of the framework that is not sharded as FSDP2 does.
+        ValueError: another number of gradients than of parameters, or of other shapes, an order that is not positive, a
+            cut parameter without its group, or a distributed tensor of the framework that is not sharded as FSDP2 does.
     """
     backend = get_module_backend()
     order = float(norm_type)
@@ -94,6 +94,7 @@ def total_norm(
         raise ValueError(f"{len(gradients)} gradients for {len(parameters)} parameters")
     if not parameters:
         return None
+    _check_shapes(parameters, gradients or ())
     found = gradients if gradients is not None else [backend.gradient(p) for p in parameters]
     like = local_part(next((g for g in found if g is not None), parameters[0]))
     parts: list[Tensor] = []
@@ -107,6 +108,19 @@ def total_norm(
     for part in parts[1:]:
         total = total + part
     return backend.root(total, order)
+
+
+def _check_shapes(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
+    shape = get_platform().shape
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients)):
+        if gradient is None:
+            continue
+        found, expected = shape(local_part(gradient)), shape(local_part(parameter))
+        if found != expected:
+            raise ValueError(
+                f"gradient {index} has shape {found}, its parameter {expected}; expected the gradients in the order of "
+                "the parameters"
+            )
 
 
 def _over_group(part: Tensor, group: Group | None, order: float) -> Tensor:

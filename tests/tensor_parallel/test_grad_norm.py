@@ -170,14 +170,19 @@ def misuse(case: str) -> None:
     parameter = this_adapter().parameter(np.zeros(2))
     if case == "group":
         parameter._shard_spec = ShardSpec.chunk((4,), 0, 2)
-    grads = [this_adapter().tensor(np.ones(2))] * (2 if case == "count" else 1)
+    grads = [this_adapter().tensor(np.ones(3 if case == "shape" else 2))] * (2 if case == "count" else 1)
     clip_grad_norm_([parameter], 1.0, 0.0 if case == "order" else 2.0, gradients=grads)
 
 
 @on_groups(1)
 @pytest.mark.parametrize(
     ("case", "text"),
-    [("order", "must be positive"), ("group", "_shard_group"), ("count", "2 gradients for 1 parameters")],
+    [
+        ("order", "must be positive"),
+        ("group", "_shard_group"),
+        ("count", "2 gradients for 1 parameters"),
+        ("shape", "gradient 0 has shape (3,), its parameter (2,)"),
+    ],
 )
 def test_misuse(platform: str, world_size: int, case: str, text: str) -> None:
     for error in run_distributed(misuse, case, platform=platform, world_size=world_size, expect_error=True):
