@@ -96,14 +96,14 @@ def cross_entropy(
     """K2 and K3: ``logits`` as the rank had them, ``loss``, ``token_weight`` and ``grad``."""
     import torch
 
-    from hyper_parallel.platform.torch import _loss_exchange
+    from hyper_parallel.platform import loss_statistics
 
     x = local_logits(full, axis, dtype, contiguous)
     before = numpy64(x)
     labels = torch.tensor(target)
     labels_before = labels.clone()
     weights = None if weight is None else torch.tensor(weight)
-    with patch.multiple(_loss_exchange, _LARGEST_GATHER=largest_gather, _SMALL_GATHER=0):
+    with patch.multiple(loss_statistics, _LARGEST_GATHER=largest_gather, _SMALL_GATHER=0):
         loss, token_weight = kernels().cross_entropy(
             x, axis, labels, class_shard(full.shape[axis]), weights, LossOptions(**options)
         )

@@ -1,20 +1,14 @@
-"""The ranks' statistics of each token, merged in one collective, or two in large groups.
-
-For the plain loss each rank sends two numbers a token. From a rank without the target's class these are the largest
-logit m and ``log sum_exp``. The rank that has the class sends its logit ``x_y`` and ``lse_local - x_y``: everybody
-knows who that is, so the place of m is free for ``x_y``, and the loss is a log-sum-exp of numbers relative to ``x_y``,
-as exact as one relative to the maximum. Where ``lse_local - x_y`` is large its own rounding would show in the other
-ranks' gradients; everybody sees that in what was gathered, and all gather m, sum_exp and ``x_y`` instead.
-"""
+"""The ranks' statistics of each token, merged in one collective, or two in large groups; see ``loss_statistics``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from hyper_parallel.platform import loss_statistics as statistics
+from hyper_parallel.platform.loss_statistics import LARGEST_GAP, Strategy, choose_strategy
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.platform import Group
 
@@ -23,48 +17,8 @@ __all__ = ["MergedStatistics", "ShardStatistics", "merge_statistics"]
 Vector = Any
 """One number a token: a NumPy array or a tensor, as the route has it."""
 
-_LARGEST_GATHER = 8
-"""Up to this many ranks one all-gather is used: two all-reduces send less only in larger groups."""
-
-_LARGEST_GAP = 32.0
-"""Up to this ``lse_local - x_y``, its rounding (2e-6 in fp32) stays below what fp32 gradients show."""
-
-
-@dataclass(frozen=True)
-class ShardStatistics:
-    """Over the classes of one rank; -inf and zeros where it has none."""
-
-    maximum: Vector
-    sum_exp: Vector
-    """``sum_c exp(x_c - maximum)``."""
-    target_logit: Vector | None = None
-    """``x_y``; 0 where another rank holds the target's class."""
-    shortfall: Vector | None = None
-    """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
-    weight_sum: Vector | None = None
-    """For smoothing: ``sum_c w_c``, one number."""
-    mean: Vector | None = None
-    """For the entropy: ``sum_c q_c (x_c - a)`` with q the softmax of these classes and a as above."""
-
-
-@dataclass(frozen=True)
-class MergedStatistics:
-    """Over the classes of all ranks; bitwise equal on all of them, but for ``share``."""
-
-    reference: Vector
-    """The largest logit, or the target's: what the others are taken relative to."""
-    log_sum_exp: Vector
-    """``log sum_c exp(x_c - reference)``, so that ``lse = reference + log_sum_exp``."""
-    share: Vector
-    """``sum_c p_c`` over this rank's classes: local softmax times this is the softmax over all."""
-    target_gap: Vector | None
-    """``reference - x_y``, so that ``nll = target_gap + log_sum_exp``."""
-    shortfall: Vector | None
-    """``sum_c w_c (reference - x_c)``."""
-    weight_sum: Vector | None
-    """``sum_c w_c``."""
-    mean: Vector | None = None
-    """``sum_c p_c (x_c - reference)``."""
+ShardStatistics = statistics.ShardStatistics[Any]
+MergedStatistics = statistics.MergedStatistics[Any]
 
 
 def merge_statistics(
@@ -73,7 +27,7 @@ def merge_statistics(
     group: Group | None,
     *,
     owner: np.ndarray | None = None,
-    strategy: Literal["gather", "reduce"] | None = None,
+    strategy: Strategy | None = None,
 ) -> MergedStatistics:
     """Merge the ranks' statistics; bitwise equal results on all of them.
 
@@ -83,15 +37,15 @@ def merge_statistics(
 
     Args:
         owner: per token the member that holds the target's class, negative for none; on the host only.
-        strategy: default: by the size of the group.
+        strategy: default: by the size of the group and of what it would gather.
     """
     if group is None or group.size == 1:
         return _merge_gathered(route, local, _pack(route, local)[None])
     if strategy is None:
-        strategy = "gather" if group.size <= _LARGEST_GATHER else "reduce"
+        strategy = choose_strategy(group.size, local)
     if strategy == "reduce":
         return _merge_reduced(route, local, group)
-    if owner is not None and local.shortfall is None and local.mean is None:
+    if owner is not None and local.is_plain:
         merged = _merge_relative_to_target(route, local, group, owner)
         if merged is not None:
             return merged
@@ -112,7 +66,7 @@ def _merge_relative_to_target(
     references, sums = gathered[:, 0], gathered[:, 1]
     at_owner = np.maximum(owner, 0)[None]
     at_target = np.take_along_axis(sums, at_owner, 0)[0]
-    if not ((at_target <= _LARGEST_GAP) | (owner < 0)).all():
+    if not ((at_target <= LARGEST_GAP) | (owner < 0)).all():
         return None
     reference = np.take_along_axis(references, at_owner, 0)[0]
     members = np.arange(group.size)[:, None]
@@ -125,19 +79,14 @@ def _merge_relative_to_target(
 
 def _pack(route: Any, local: ShardStatistics) -> Vector:
     """One vector of all there is to send."""
-    parts = [*_vectors(local), local.weight_sum]
+    parts = [*local.vectors, local.weight_sum]
     return route.concat([part.reshape(-1) for part in parts if part is not None])
-
-
-def _vectors(local: ShardStatistics) -> list[Vector]:
-    vectors = (local.maximum, local.sum_exp, local.target_logit, local.mean, local.shortfall)
-    return [vector for vector in vectors if vector is not None]
 
 
 def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> MergedStatistics:
     """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
     tokens = local.maximum.shape[0]
-    columns = iter([packed[:, i * tokens : (i + 1) * tokens] for i in range(len(_vectors(local)))])
+    columns = iter([packed[:, i * tokens : (i + 1) * tokens] for i in range(len(local.vectors))])
     maxima, sums = next(columns), next(columns)
     maximum = route.largest(maxima)
     sum_exp = route.total(sums * route.exp(maxima - maximum))

@@ -8,7 +8,8 @@ from typing import Any
 from mindspore import Tensor
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
-from hyper_parallel.platform.mindspore._loss_targets import IGNORED, masked
+from hyper_parallel.platform.loss_statistics import IGNORED
+from hyper_parallel.platform.mindspore._loss_targets import masked
 
 __all__ = ["LossState", "NllState", "Vector", "of_kept", "target_slope"]
 

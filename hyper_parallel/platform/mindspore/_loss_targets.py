@@ -9,14 +9,9 @@ import mindspore
 import numpy as np
 
 from hyper_parallel.platform.loss_kernels import ClassShard
+from hyper_parallel.platform.loss_statistics import ELSEWHERE, IGNORED
 
-__all__ = ["ELSEWHERE", "IGNORED", "masked", "place_targets", "target_owner"]
-
-ELSEWHERE = -1
-"""Target index of a token whose target's class another rank holds."""
-
-IGNORED = -2
-"""Target index of a token whose target is ``ignore_index``."""
+__all__ = ["masked", "place_targets", "target_owner"]
 
 Vector = Any
 """One number a token: a NumPy array or a tensor, as the route has it."""

@@ -13,6 +13,7 @@ import mindspore
 from mindspore import Tensor
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossKernels, LossOptions, TokenOutputs
+from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.mindspore import _loss_facts as loss_facts
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.mindspore._entropy_term import EntropyTerm
@@ -22,7 +23,7 @@ from hyper_parallel.platform.mindspore._loss_exchange import ShardStatistics, me
 from hyper_parallel.platform.mindspore._loss_host import HostArithmetic
 from hyper_parallel.platform.mindspore._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
-from hyper_parallel.platform.mindspore._loss_targets import IGNORED, masked, place_targets, target_owner
+from hyper_parallel.platform.mindspore._loss_targets import masked, place_targets, target_owner
 
 __all__ = ["LossState", "MindSporeLossKernels", "NllState"]
 

@@ -1,54 +1,18 @@
-"""The ranks' statistics of each token, merged in one collective, or two in large groups.
-
-For the plain loss each rank sends two numbers a token. From a rank without the target's class these are the largest
-logit m and ``log sum_exp``. The rank that has the class sends its logit ``x_y`` and ``lse_local - x_y``: everybody
-knows who that is, so the place of m is free for ``x_y``, and the loss is a log-sum-exp of numbers relative to ``x_y``,
-as exact as one relative to the maximum. Where ``lse_local - x_y`` is large its own rounding would show in the other
-ranks' gradients; everybody sees that in what was gathered, and all gather m, sum_exp and ``x_y`` instead.
-"""
+"""The ranks' statistics of each token, merged in one collective, or two in large groups; see ``loss_statistics``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
+from hyper_parallel.platform import loss_statistics as statistics
+from hyper_parallel.platform.loss_statistics import LARGEST_GAP, Strategy, choose_strategy
 from hyper_parallel.platform.platform import Group
+from hyper_parallel.platform.torch import collectives
 from hyper_parallel.platform.torch._loss_statistics import ShardStatistics, finite_or_zero
-from hyper_parallel.platform.torch.collectives import all_gather, all_reduce
 
 __all__ = ["MergedStatistics", "merge_statistics"]
 
-_LARGEST_GATHER = 8
-"""Up to this many ranks one all-gather is used, whatever its size; it waits for the network half as often as two
-all-reduces or less, and sends little more (docs/guide/communication.md)."""
-
-_SMALL_GATHER = 16 << 20
-"""In larger groups it is used as long as no more bytes than these come together."""
-
-_LARGEST_GAP = 32.0
-"""Up to this ``lse_local - x_y``, its rounding (2e-6 in fp32) stays below what fp32 gradients show."""
-
-
-@dataclass(frozen=True)
-class MergedStatistics:
-    """Per token, over the classes of all ranks; bitwise equal on all of them, but for ``share``."""
-
-    reference: torch.Tensor
-    """The largest logit, or the target's: what the others are taken relative to."""
-    log_sum_exp: torch.Tensor
-    """``log sum_c exp(x_c - reference)``, so that ``lse = reference + log_sum_exp``."""
-    share: torch.Tensor
-    """``sum_c p_c`` over this rank's classes: local softmax times this is the softmax over all."""
-    target_gap: torch.Tensor | None
-    """``reference - x_y``, so that ``nll = target_gap + log_sum_exp``."""
-    shortfall: torch.Tensor | None
-    """``sum_c w_c (reference - x_c)``."""
-    weight_sum: torch.Tensor | None
-    """``sum_c w_c``."""
-    mean: torch.Tensor | None = None
-    """``sum_c p_c (x_c - reference)``."""
+MergedStatistics = statistics.MergedStatistics[torch.Tensor]
 
 
 def merge_statistics(
@@ -56,7 +20,7 @@ def merge_statistics(
     group: Group | None,
     *,
     owner: torch.Tensor | None = None,
-    strategy: Literal["gather", "reduce"] | None = None,
+    strategy: Strategy | None = None,
 ) -> MergedStatistics:
     """Merge the ranks' statistics; bitwise equal results on all of them.
 
@@ -71,16 +35,15 @@ def merge_statistics(
     if group is None or group.size == 1:
         return _merge_gathered(local, _pack(local)[None])
     if strategy is None:
-        gathered = group.size * len(_vectors(local)) * local.maximum.numel() * local.maximum.element_size()
-        strategy = "gather" if group.size <= _LARGEST_GATHER or gathered <= _SMALL_GATHER else "reduce"
+        strategy = choose_strategy(group.size, local)
     if strategy == "reduce":
         return _merge_reduced(local, group)
     # reading whether the gap is large would synchronise an accelerator
-    if owner is not None and local.shortfall is None and local.mean is None and owner.device.type == "cpu":
+    if owner is not None and local.is_plain and owner.device.type == "cpu":
         merged = _merge_relative_to_target(local, group, owner)
         if merged is not None:
             return merged
-    return _merge_gathered(local, all_gather(_pack(local), group))
+    return _merge_gathered(local, collectives.all_gather(_pack(local), group))
 
 
 def _merge_relative_to_target(
@@ -91,9 +54,9 @@ def _merge_relative_to_target(
     mine = owner == group.rank
     own_reference = torch.where(mine, local.target_logit, local.maximum)
     gap = torch.where(mine, local.maximum - local.target_logit, 0.0)
-    references, sums = all_gather(torch.stack([own_reference, gap + local.sum_exp.log()]), group).unbind(1)
+    references, sums = collectives.all_gather(torch.stack([own_reference, gap + local.sum_exp.log()]), group).unbind(1)
     at_owner = owner.clamp(min=0)[None]
-    if not bool(((sums.gather(0, at_owner)[0] <= _LARGEST_GAP) | (owner < 0)).all()):
+    if not bool(((sums.gather(0, at_owner)[0] <= LARGEST_GAP) | (owner < 0)).all()):
         return None
     reference = references.gather(0, at_owner)[0]
     members = torch.arange(group.size, device=owner.device)[:, None]
@@ -106,19 +69,13 @@ def _merge_relative_to_target(
 
 def _pack(local: ShardStatistics) -> torch.Tensor:
     """One vector of all there is to send."""
-    parts = [*_vectors(local), local.weight_sum]
+    parts = [*local.vectors, local.weight_sum]
     return torch.cat([part.reshape(-1) for part in parts if part is not None])
-
-
-def _vectors(local: ShardStatistics) -> list[torch.Tensor]:
-    """The statistics that are there."""
-    vectors = (local.maximum, local.sum_exp, local.target_logit, local.mean, local.shortfall)
-    return [vector for vector in vectors if vector is not None]
 
 
 def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStatistics:
     """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
-    count, tokens = len(_vectors(local)), local.maximum.numel()
+    count, tokens = len(local.vectors), local.maximum.numel()
     columns = iter(packed[:, : count * tokens].reshape(len(packed), count, tokens).unbind(1))
     maxima, sums = next(columns), next(columns)
     maximum = maxima.amax(0)
@@ -137,7 +94,7 @@ def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStati
 
 def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
     """Find the maximum first; then everything can be brought relative to it and summed."""
-    maximum = all_reduce(local.maximum, "max", group)
+    maximum = collectives.all_reduce(local.maximum, "max", group)
     terms = [local.sum_exp * torch.exp(local.maximum - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)
@@ -148,7 +105,7 @@ def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
             local.shortfall + local.weight_sum * (maximum - finite_or_zero(local.maximum)),
             local.weight_sum.reshape(1),
         ]
-    packed = all_reduce(torch.cat(terms), "sum", group)
+    packed = collectives.all_reduce(torch.cat(terms), "sum", group)
     sums = iter(packed.split([term.numel() for term in terms]))
     sum_exp = next(sums)
     target_gap = None if local.target_logit is None else maximum - next(sums)

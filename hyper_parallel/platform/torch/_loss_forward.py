@@ -7,11 +7,12 @@ import math
 import torch
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_exchange import merge_statistics
 from hyper_parallel.platform.torch._loss_gradients import LossState, cross_entropy_grad
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype
 from hyper_parallel.platform.torch._loss_statistics import finite_or_zero, shard_statistics
-from hyper_parallel.platform.torch._loss_targets import IGNORED, place_targets, target_owner
+from hyper_parallel.platform.torch._loss_targets import place_targets, target_owner
 
 __all__ = ["distributed_log_softmax", "distributed_nll_loss_forward", "fused_nll_log_softmax_backward", "log_prob_of"]
 

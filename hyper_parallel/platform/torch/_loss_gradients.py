@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._huge_pages import empty_like
 from hyper_parallel.platform.torch._loss_entropy import EntropyRows
 from hyper_parallel.platform.torch._loss_fused import fused_kernels
@@ -20,7 +21,7 @@ from hyper_parallel.platform.torch._loss_rows import (
     statistics_dtype,
     zero_rows,
 )
-from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, put_at_index
+from hyper_parallel.platform.torch._loss_targets import at_index, put_at_index
 
 __all__ = ["LossState", "cross_entropy_grad", "log_softmax_grad", "sum_over_classes"]
 

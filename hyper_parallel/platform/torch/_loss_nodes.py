@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
     distributed_nll_loss_forward,
@@ -16,7 +17,7 @@ from hyper_parallel.platform.torch._loss_forward import (
 )
 from hyper_parallel.platform.torch._loss_gradients import LossState, log_softmax_grad, sum_over_classes
 from hyper_parallel.platform.torch._loss_rows import autocast_off, statistics_dtype
-from hyper_parallel.platform.torch._loss_targets import IGNORED, at_index, place_targets, put_at_index
+from hyper_parallel.platform.torch._loss_targets import at_index, place_targets, put_at_index
 from hyper_parallel.platform.torch.collectives import all_reduce
 
 __all__ = ["CrossEntropy", "LogSoftmax", "NllLoss", "differentiable_once"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from hyper_parallel.platform import loss_statistics
 from hyper_parallel.platform.torch._loss_entropy import expectation
 from hyper_parallel.platform.torch._loss_fused import fused_kernels
 from hyper_parallel.platform.torch._loss_rows import chunks, exp_rows, load_rows, matrices, statistics_dtype
@@ -15,21 +15,7 @@ from hyper_parallel.platform.torch._loss_targets import at_index
 __all__ = ["ShardStatistics", "finite_or_zero", "shard_statistics"]
 
 
-@dataclass(frozen=True)
-class ShardStatistics:
-    """Per token (vectors, fp32 or fp64), over the classes of one rank; -inf and zeros where it has none."""
-
-    maximum: torch.Tensor
-    sum_exp: torch.Tensor
-    """``sum_c exp(x_c - maximum)``."""
-    target_logit: torch.Tensor | None = None
-    """``x_y``; 0 where another rank holds the target's class."""
-    shortfall: torch.Tensor | None = None
-    """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
-    weight_sum: torch.Tensor | None = None
-    """For smoothing: ``sum_c w_c``, one number."""
-    mean: torch.Tensor | None = None
-    """For the entropy: ``sum_c q_c (x_c - a)`` with q the softmax of these classes and a as above."""
+ShardStatistics = loss_statistics.ShardStatistics[torch.Tensor]
 
 
 def shard_statistics(

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel.platform.loss_kernels import ClassShard
+from hyper_parallel.platform.loss_statistics import ELSEWHERE, IGNORED
 from hyper_parallel.platform.torch._loss_rows import matrices, statistics_dtype
 
-__all__ = ["ELSEWHERE", "IGNORED", "at_index", "place_targets", "put_at_index", "target_owner"]
-
-ELSEWHERE = -1
-"""Target index of a token whose target's class another rank holds."""
-
-IGNORED = -2
-"""Target index of a token whose target is ``ignore_index``."""
+__all__ = ["at_index", "place_targets", "put_at_index", "target_owner"]
 
 
 def place_targets(

@@ -1,0 +1,106 @@
+"""What the ranks tell each other about each token's logits, and in how many collectives; the same for all backends.
+
+For the plain loss each rank sends two numbers a token. From a rank without the target's class these are the largest
+logit m and ``log sum_exp``. The rank that has the class sends its logit ``x_y`` and ``lse_local - x_y``: everybody
+knows who that is, so the place of m is free for ``x_y``, and the loss is a log-sum-exp of numbers relative to ``x_y``,
+as exact as one relative to the maximum. Where ``lse_local - x_y`` is large its own rounding would show in the other
+ranks' gradients; everybody sees that in what was gathered, and all gather m, sum_exp and ``x_y`` instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+__all__ = [
+    "ELSEWHERE",
+    "IGNORED",
+    "LARGEST_GAP",
+    "MergedStatistics",
+    "ShardStatistics",
+    "Strategy",
+    "choose_strategy",
+]
+
+ELSEWHERE = -1
+"""Target index of a token whose target's class another rank holds."""
+
+IGNORED = -2
+"""Target index of a token whose target is ``ignore_index``."""
+
+LARGEST_GAP = 32.0
+"""Up to this ``lse_local - x_y``, its rounding (2e-6 in fp32) stays below what fp32 gradients show."""
+
+_LARGEST_GATHER = 8
+"""Up to this many ranks one all-gather is used, whatever its size; it waits for the network half as often as two
+all-reduces or less, and sends little more (docs/guide/communication.md)."""
+
+_SMALL_GATHER = 16 << 20
+"""In larger groups it is used as long as no more bytes than these come together."""
+
+Strategy = Literal["gather", "reduce"]
+"""One all-gather, or an all-reduce of the maxima and then one of everything else."""
+
+Vector = TypeVar("Vector")
+"""One number a token: the backend's array, fp32 or fp64."""
+
+
+@dataclass(frozen=True)
+class ShardStatistics(Generic[Vector]):
+    """Per token, over the classes of one rank; -inf and zeros where it has none."""
+
+    maximum: Vector
+    sum_exp: Vector
+    """``sum_c exp(x_c - maximum)``."""
+    target_logit: Vector | None = None
+    """``x_y``; 0 where another rank holds the target's class."""
+    shortfall: Vector | None = None
+    """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
+    weight_sum: Vector | None = None
+    """For smoothing: ``sum_c w_c``, one number."""
+    mean: Vector | None = None
+    """For the entropy: ``sum_c q_c (x_c - a)`` with q the softmax of these classes and a as above."""
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """Those with one number a token that are there, in the order they are sent in."""
+        every = (self.maximum, self.sum_exp, self.target_logit, self.mean, self.shortfall)
+        return [vector for vector in every if vector is not None]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether neither smoothing nor the entropy is asked for."""
+        return self.shortfall is None and self.mean is None
+
+
+@dataclass(frozen=True)
+class MergedStatistics(Generic[Vector]):
+    """Per token, over the classes of all ranks; bitwise equal on all of them, but for ``share``."""
+
+    reference: Vector
+    """The largest logit, or the target's: what the others are taken relative to."""
+    log_sum_exp: Vector
+    """``log sum_c exp(x_c - reference)``, so that ``lse = reference + log_sum_exp``."""
+    share: Vector
+    """``sum_c p_c`` over this rank's classes: local softmax times this is the softmax over all."""
+    target_gap: Vector | None
+    """``reference - x_y``, so that ``nll = target_gap + log_sum_exp``."""
+    shortfall: Vector | None
+    """``sum_c w_c (reference - x_c)``."""
+    weight_sum: Vector | None
+    """``sum_c w_c``."""
+    mean: Vector | None = None
+    """``sum_c p_c (x_c - reference)``."""
+
+
+def choose_strategy(ranks: int, local: ShardStatistics[Any]) -> Strategy:
+    """By the size of the group, and in larger ones by the bytes that an all-gather would bring together.
+
+    Example:
+        >>> import numpy as np
+        >>> few, many = (ShardStatistics(np.zeros(n, np.float32), np.zeros(n, np.float32)) for n in (1 << 10, 1 << 20))
+        >>> choose_strategy(16, few), choose_strategy(16, many), choose_strategy(8, many)
+        ('gather', 'reduce', 'gather')
+    """
+    gathered = ranks * len(local.vectors) * int(local.maximum.nbytes)
+    return "gather" if ranks <= _LARGEST_GATHER or gathered <= _SMALL_GATHER else "reduce"
