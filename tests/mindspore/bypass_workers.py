@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,11 @@ class Compiled(nn.Cell):
         return x + self.captured
 
 
+@mindspore.jit(capture_mode="bytecode")
+def from_bytecode(x: Any, others: Any = ()) -> Any:
+    return (x + 1.0).sum()
+
+
 class Network(nn.Cell):
     def construct(self, x: Any) -> Any:
         return x * 2.0
@@ -191,6 +197,14 @@ def graph_mode() -> None:
         lambda: Compiled(sharded)(plain),
     ):
         refused(function, "graph mode")
+    if sys.version_info < (3, 12):  # MindSpore's own limit
+        for function in (
+            lambda: from_bytecode(sharded),
+            lambda: from_bytecode(x=sharded),
+            lambda: from_bytecode(plain, [{"a": sharded}]),
+        ):
+            refused(function, "graph mode")
+        assert np.allclose(from_bytecode(plain).asnumpy(), (X + 1).sum())
     assert np.array_equal(compiled(plain).asnumpy(), X + 1)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:

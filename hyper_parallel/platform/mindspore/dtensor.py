@@ -14,6 +14,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
+from hyper_parallel.platform.mindspore._bytecode_capture import refuse_arguments
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore.op_names import NamedCall, unpack
 from hyper_parallel.platform.mindspore.tensor_hooks import install_routes
@@ -71,6 +72,7 @@ class TensorBase(Tensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         install_routes(TensorBase)
+        refuse_arguments(TensorBase)
 
     def __new__(cls, *_: Any, **__: Any) -> TensorBase:
         raise TypeError(
