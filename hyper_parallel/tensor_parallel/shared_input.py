@@ -42,8 +42,19 @@ class SharedInput:
         stamp = (key, changes, get_platform().requires_grad(x))
         entry = self._entry
         if entry is None or entry.given is not x or entry.stamp != stamp:
-            entry = self._entry = _Entry(x, stamp, make(x), 0)
+            entry = self._entry = _Entry(x, stamp, self._until_backward(make(x)), 0)
         entry.uses += 1
         if entry.uses >= self._consumers:
             self._entry = None
         return entry.made
+
+    def _until_backward(self, made: Tensor) -> Tensor:
+        """Let go of ``made`` once backward has passed through its graph, also where layers are left that did not ask
+        for it: the next forward pass, of the same tensor, has to make its own.
+        """
+
+        def let_go(grad: Tensor) -> Tensor:
+            self._entry = None
+            return grad
+
+        return get_platform().linear_map(made, lambda value: value, let_go)
