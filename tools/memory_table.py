@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hyper_parallel.core.shard_spec import chunk_ranges
+from hyper_parallel.platform.loss_statistics import choose_strategy
 
 __all__ = ["LLAMA_3_70B", "LLAMA_3_8B", "Sizes", "logits_table", "main", "model_table"]
-
-_LARGEST_GATHER = 8
-_SMALL_GATHER = 16 << 20
-"""How the PyTorch kernels choose between one all-gather and two all-reduces."""
 
 _LOSS_BYTES = {"cpu": 8, "accelerator": 12}
 
@@ -76,7 +73,7 @@ def logits_table(tokens: int = 8192, classes: int = 128256, itemsize: int = 2) -
 
 def loss_bytes(ranks: int, tokens: int, each: int) -> float:
     """Bytes that a rank receives for the loss of ``tokens`` tokens, ``each`` of them a token in an all-gather."""
-    if ranks <= _LARGEST_GATHER or ranks * tokens * 12 <= _SMALL_GATHER:
+    if choose_strategy(ranks, tokens * 12) == "gather":
         return float((ranks - 1) * tokens * each)
     return 2 * (ranks - 1) / ranks * tokens * 12  # two all-reduces, of 4 and 8 bytes a token
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.platform.call_check import CallFacts, find_error
 from hyper_parallel.platform.kernel_arguments import ClassShard, LossOptions, Tensor, TokenOutputs
+from hyper_parallel.platform.loss_facts import FactReader
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Group
@@ -49,10 +50,13 @@ class LossKernels(ABC):
     on every rank.
 
     Statistics and results per token are fp32, or fp64 for fp64 logits. Gradients have the dtype of the logits
-    and are rounded once. Beyond an alias of the logits at most 16 bytes a token are kept for backward.
-    Differentiating twice raises. Methods raise the same exception on all ranks of the group, or return on all
-    of them.
+    and are rounded once. Beyond an alias of the logits at most 16 bytes a token are kept for backward (fp64: 28); 4
+    more with log-probabilities, 16 more with the entropy (fp64: 8 and 32). Differentiating twice raises. Methods raise
+    the same exception on all ranks of the group, or return on all of them.
     """
+
+    _facts: FactReader
+    """Reads the backend's tensors for the checks."""
 
     # -- the operations --------------------------------------------------------------------------------------
 
@@ -201,9 +205,9 @@ class LossKernels(ABC):
             ``[0, V)``), to be raised.
         """
         options = options or LossOptions()
-        facts = self._describe(kind, local_logits, dim, target, shard, weight, options)
+        facts = self._facts.describe(kind, local_logits, dim, target, shard, weight, options)
         if facts.local_problem() is None:  # the values are worth reading only where the shapes are right
-            facts = self._read_values(facts, target, weight)
+            facts = self._facts.read_values(facts, target, weight)
         if shard.group is None or shard.group.size == 1:
             return find_error([facts])
         headers = self._exchange_headers(facts.encode(), shard.group, local_logits)
@@ -224,26 +228,9 @@ class LossKernels(ABC):
         if validate:
             error = self.check_call(local_logits, dim, target, shard, weight, options, kind=kind)
         else:
-            error = self._describe(kind, local_logits, dim, target, shard, weight, options).local_problem()
+            error = self._facts.describe(kind, local_logits, dim, target, shard, weight, options).local_problem()
         if error is not None:
             raise error
-
-    @abstractmethod
-    def _describe(
-        self,
-        kind: str,
-        local_logits: Tensor,
-        dim: int,
-        target: Tensor | None,
-        shard: ClassShard,
-        weight: Tensor | None,
-        options: LossOptions,
-    ) -> CallFacts:
-        """The facts of a call that need no look at values."""
-
-    @abstractmethod
-    def _read_values(self, facts: CallFacts, target: Tensor | None, weight: Tensor | None) -> CallFacts:
-        """The facts with ``target_digest``, ``bad_targets``, ``first_bad_target`` and ``weight_digest``."""
 
     @abstractmethod
     def _exchange_headers(self, header: Sequence[int], group: Group, like: Tensor) -> list[list[int]]:

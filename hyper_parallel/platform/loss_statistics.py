@@ -10,7 +10,7 @@ ranks' gradients; everybody sees that in what was gathered, and all gather m, su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 __all__ = [
     "ELSEWHERE",
@@ -68,6 +68,11 @@ class ShardStatistics(Generic[Vector]):
         return [vector for vector in every if vector is not None]
 
     @property
+    def nbytes(self) -> int:
+        """What a rank sends of them in an all-gather."""
+        return len(self.vectors) * int(self.maximum.nbytes)  # type: ignore[attr-defined]
+
+    @property
     def is_plain(self) -> bool:
         """Whether neither smoothing nor the entropy is asked for."""
         return self.shortfall is None and self.mean is None
@@ -93,14 +98,15 @@ class MergedStatistics(Generic[Vector]):
     """``sum_c p_c (x_c - reference)``."""
 
 
-def choose_strategy(ranks: int, local: ShardStatistics[Any]) -> Strategy:
+def choose_strategy(ranks: int, nbytes: int) -> Strategy:
     """By the size of the group, and in larger ones by the bytes that an all-gather would bring together.
 
+    Args:
+        ranks: of the group.
+        nbytes: what each of them has to send, :attr:`ShardStatistics.nbytes`.
+
     Example:
-        >>> import numpy as np
-        >>> few, many = (ShardStatistics(np.zeros(n, np.float32), np.zeros(n, np.float32)) for n in (1 << 10, 1 << 20))
-        >>> choose_strategy(16, few), choose_strategy(16, many), choose_strategy(8, many)
+        >>> choose_strategy(16, 1 << 20), choose_strategy(16, 1 << 21), choose_strategy(8, 1 << 21)
         ('gather', 'reduce', 'gather')
     """
-    gathered = ranks * len(local.vectors) * int(local.maximum.nbytes)
-    return "gather" if ranks <= _LARGEST_GATHER or gathered <= _SMALL_GATHER else "reduce"
+    return "gather" if ranks <= _LARGEST_GATHER or ranks * nbytes <= _SMALL_GATHER else "reduce"

@@ -42,7 +42,7 @@ def merge_statistics(
     if group is None or group.size == 1:
         return _merge_gathered(route, local, _pack(route, local)[None])
     if strategy is None:
-        strategy = choose_strategy(group.size, local)
+        strategy = choose_strategy(group.size, local.nbytes)
     if strategy == "reduce":
         return _merge_reduced(route, local, group)
     if owner is not None and local.is_plain:

@@ -14,12 +14,12 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossKernels, LossOptions, TokenOutputs
 from hyper_parallel.platform.loss_statistics import IGNORED
-from hyper_parallel.platform.mindspore import _loss_facts as loss_facts
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.mindspore._entropy_term import EntropyTerm
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore._loss_device import DeviceArithmetic
 from hyper_parallel.platform.mindspore._loss_exchange import ShardStatistics, merge_statistics
+from hyper_parallel.platform.mindspore._loss_facts import MindSporeFactReader, exchange_headers
 from hyper_parallel.platform.mindspore._loss_host import HostArithmetic
 from hyper_parallel.platform.mindspore._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
@@ -267,6 +267,5 @@ class MindSporeLossKernels(LossKernels):
     def validates_by_default(self, local_logits: Tensor) -> bool:
         return bool(local_logits.device == "CPU")
 
-    _describe = staticmethod(loss_facts.describe)  # type: ignore[assignment]
-    _read_values = staticmethod(loss_facts.read_values)  # type: ignore[assignment]
-    _exchange_headers = staticmethod(loss_facts.exchange_headers)  # type: ignore[assignment]
+    _facts = MindSporeFactReader()
+    _exchange_headers = staticmethod(exchange_headers)  # type: ignore[assignment]

@@ -35,7 +35,7 @@ def merge_statistics(
     if group is None or group.size == 1:
         return _merge_gathered(local, _pack(local)[None])
     if strategy is None:
-        strategy = choose_strategy(group.size, local)
+        strategy = choose_strategy(group.size, local.nbytes)
     if strategy == "reduce":
         return _merge_reduced(local, group)
     # reading whether the gap is large would synchronise an accelerator

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel.platform.loss_kernels import ClassShard, LossKernels, LossOptions, TokenOutputs
-from hyper_parallel.platform.torch import _loss_facts as loss_facts
+from hyper_parallel.platform.torch._loss_facts import TorchFactReader, exchange_headers
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
     distributed_nll_loss_forward,
@@ -76,9 +76,8 @@ class TorchLossKernels(LossKernels):
     distributed_nll_loss_forward = staticmethod(distributed_nll_loss_forward)  # type: ignore[assignment]
     fused_nll_log_softmax_backward = staticmethod(fused_nll_log_softmax_backward)  # type: ignore[assignment]
 
-    _describe = staticmethod(loss_facts.describe)  # type: ignore[assignment]
-    _read_values = staticmethod(loss_facts.read_values)  # type: ignore[assignment]
-    _exchange_headers = staticmethod(loss_facts.exchange_headers)  # type: ignore[assignment]
+    _facts = TorchFactReader()
+    _exchange_headers = staticmethod(exchange_headers)  # type: ignore[assignment]
 
     def validates_by_default(self, local_logits: torch.Tensor) -> bool:
         return local_logits.device.type == "cpu"
