@@ -11,7 +11,7 @@ from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform.functional import LinearLoss
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch._linear_loss import autocast_inputs, compute, gradients_again, sum_hidden
-from hyper_parallel.platform.torch._loss_ops import group_by_name, group_name
+from hyper_parallel.platform.torch._loss_ops import group_by_name, group_name, operator_name
 
 __all__ = ["linear_loss"]
 
@@ -47,7 +47,7 @@ def _loss_of(settings: tuple[Any, ...]) -> tuple[LinearLoss, Sequence[bool]]:
 
 
 @torch.library.custom_op(
-    "hyper_parallel::linear_cross_entropy",
+    operator_name("linear_cross_entropy", __file__),
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -79,7 +79,7 @@ def _(
 
 
 @torch.library.custom_op(
-    "hyper_parallel::linear_cross_entropy_backward",
+    operator_name("linear_cross_entropy_backward", __file__),
     mutates_args=(),
     schema="(Tensor upstream, Tensor[] grads, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",

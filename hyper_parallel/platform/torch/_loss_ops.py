@@ -6,6 +6,8 @@ of the first operator and into the second. A vector that an option does without 
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +23,18 @@ from hyper_parallel.platform.torch._loss_forward import (
 from hyper_parallel.platform.torch._loss_gradients import LossState
 from hyper_parallel.platform.torch._loss_rows import statistics_dtype
 
-__all__ = ["group_by_name", "group_name", "token_outputs"]
+__all__ = ["group_by_name", "group_name", "operator_name", "token_outputs"]
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss"
+
+
+def operator_name(name: str, file: str) -> str:
+    """A name that changes with the file that defines the operator.
+
+    The compiler's cache on disk, which outlives this version of the library, knows an operator by its name and schema
+    alone, and takes the sizes of its results from the version that was there before.
+    """
+    return f"hyper_parallel::{name}_{zlib.crc32(Path(file).read_bytes()):08x}"
 
 
 def group_name(group: Group | None) -> str:
@@ -72,7 +83,7 @@ def token_outputs(
 
 
 @torch.library.custom_op(
-    "hyper_parallel::vocab_cross_entropy",
+    operator_name("vocab_cross_entropy", __file__),
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? weight, str group, int num_classes, {_OPTIONS}, bool validate, "
     f"str description, bool log_probs, bool entropy) -> ({', '.join(['Tensor'] * 13)})",
@@ -162,7 +173,7 @@ def _(
 
 
 @torch.library.custom_op(
-    "hyper_parallel::vocab_cross_entropy_backward",
+    operator_name("vocab_cross_entropy_backward", __file__),
     mutates_args=(),
     schema="(Tensor grad_loss, Tensor grad_log_prob, Tensor grad_entropy, Tensor logits, Tensor? weight, "
     f"Tensor[] state, Tensor shard, {_OPTIONS}, bool log_probs, bool entropy) -> Tensor",
