@@ -22,6 +22,7 @@ SECTIONS = {
     for field in dataclasses.fields(TrainOptions)
     if dataclasses.is_dataclass(getattr(TrainOptions(), field.name))
 }
+OPTION = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+)`")
 PUBLIC = {*dir(hyper_parallel), *hyper_parallel.trainer.__all__}
 
 
@@ -35,10 +36,7 @@ def rows(name: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", PAGES)
 def test_what_is_called_ours_exists(name: str) -> None:
     for theirs, ours, *_ in rows(name):
-        options = re.findall(r"`((?:%s)\.\w+)`" % "|".join(SECTIONS), ours)
-        if ours == "the same":
-            options = re.findall(r"`((?:%s)\.\w+)`" % "|".join(SECTIONS), theirs)
-        for option in options:
+        for option in OPTION.findall(theirs if ours == "the same" else ours):
             section, _, field = option.partition(".")
             assert field in SECTIONS[section], f"{name}: {option}"
         for called in re.findall(r"`(\w+)\(", ours):
