@@ -183,6 +183,29 @@ def test_layers_side_by_side_of_which_one_is_used() -> None:
         np.testing.assert_allclose(found, np.zeros((3, 4)), atol=1e-5)
 
 
+def clipped_without_one_layer() -> float:
+    """The norm of gradients of ones, and of what MindSpore gives for a layer that was not used."""
+    import mindspore
+    from mindspore import Tensor, nn, ops
+
+    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+
+    model = nn.CellList([nn.Dense(4, 6, has_bias=False), nn.Dense(4, 6, has_bias=False)])
+    parallelize_module(model, this_adapter().mesh["tp"], {"0": "colwise", "1": "colwise"})
+    parameters = list(model.trainable_params())
+    gradient = mindspore.grad(lambda x: ops.sum(model[0](x)), None, parameters)
+    gradients = list(gradient(Tensor(np.ones((1, 4), np.float32))))
+    return float(clip_grad_norm_(parameters, 1.0, gradients=gradients).asnumpy())
+
+
+def test_a_layer_that_was_not_used_adds_nothing_to_the_norm() -> None:
+    """Its gradient comes as zeros in the shape that the parameter had before it was cut."""
+    found = run_distributed(clipped_without_one_layer, platform="mindspore", world_size=2)
+    np.testing.assert_allclose(found, np.sqrt(24), rtol=1e-6)
+
+
 def scaled_in_place() -> list[np.ndarray]:
     """Two gradients that MindSpore gives as one memory, one that is a view, and what they were made of."""
     import mindspore
