@@ -34,14 +34,14 @@ def _run(session: nox.Session, framework: str, release: str) -> None:
 
 
 @nox.session
-@nox.parametrize("release", RELEASES["torch"])
+@nox.parametrize("release", RELEASES["torch"], ids=RELEASES["torch"])
 def torch(session: nox.Session, release: str) -> None:
     """PyTorch's tests."""
     _run(session, "torch", release)
 
 
 @nox.session
-@nox.parametrize("release", RELEASES["mindspore"])
+@nox.parametrize("release", RELEASES["mindspore"], ids=RELEASES["mindspore"])
 def mindspore(session: nox.Session, release: str) -> None:
     """MindSpore's tests."""
     _run(session, "mindspore", release)
