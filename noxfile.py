@@ -1,6 +1,6 @@
 """The suite on several releases of the frameworks; each session writes its result into docs/versions.md.
 
-    nox -s torch                 every PyTorch release below
+    nox -s torch                 every PyTorch release in tools/releases.py
     nox -s "torch(2.8.0)"        one of them
     nox -s mindspore
     nox -s torch -- tests/core   a part of the suite, which is not written down
@@ -10,9 +10,13 @@ A release is installed with all that it depends on, for PyTorch several gigabyte
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import nox
 
-from tools.releases import PART, RELEASES, write_result
+sys.path.insert(0, str(Path(__file__).parent))  # nox itself runs from elsewhere
+from tools.releases import PART, RELEASES, write_result  # noqa: E402
 
 nox.options.reuse_existing_virtualenvs = True
 
