@@ -75,19 +75,6 @@ class ShardSpec:
         dim = dim % len(shape) if shape else dim
         return cls(tuple(shape), dim, tuple((r,) for r in chunk_ranges(shape[dim], ranks)))
 
-    @classmethod
-    def fused(cls, shape: tuple[int, ...], dim: int, parts: tuple[int, ...], ranks: int) -> ShardSpec:
-        """Dim ``dim`` made of ``parts`` (their sizes); each part is cut on its own, a rank holds its piece of each."""
-        if sum(parts) != shape[dim]:
-            raise ValueError(f"parts {parts} add up to {sum(parts)}, but dim {dim} of {shape} has {shape[dim]}")
-        per_rank: list[list[Range]] = [[] for _ in range(ranks)]
-        offset = 0
-        for part in parts:
-            for rank, (start, stop) in enumerate(chunk_ranges(part, ranks)):
-                per_rank[rank].append((offset + start, offset + stop))
-            offset += part
-        return cls(tuple(shape), dim, tuple(tuple(r) for r in per_rank))
-
     @property
     def num_ranks(self) -> int:
         """How many ranks the description covers."""

@@ -16,7 +16,6 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.native import from_native, to_native
 from hyper_parallel.core.placement_types import Partial, Replicate
 from hyper_parallel.core.redistribute import redistribute_local
-from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.core.state import State, current_state
 from hyper_parallel.errors import LossParallelLayoutError, UnsupportedOperatorError
 from hyper_parallel.loss_parallel.agreed import agreed, shared_text
@@ -161,12 +160,8 @@ def _compute(call: LossArguments, inputs: LossInputs) -> DTensor:
 
 
 def _class_shard(layout: Layout, class_dim: int, class_mesh_dim: int | None) -> ClassShard:
-    classes = layout.shape[class_dim]
-    if class_mesh_dim is None:
-        return ClassShard(0, classes, classes)
-    group = layout.mesh.get_group(class_mesh_dim)
-    ranges = chunk_ranges(classes, group.size)
-    return ClassShard(*ranges[group.rank], classes, group, ranges)
+    group = None if class_mesh_dim is None else layout.mesh.get_group(class_mesh_dim)
+    return ClassShard.of(layout.shape[class_dim], group)
 
 
 def _reduce(reduction: str, loss: Tensor, token_weight: Tensor, inputs: LossInputs) -> Tensor:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from hyper_parallel.core.exchange import gather_numbers
 from hyper_parallel.core.process_group import resolve_group
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.errors import LossParallelLayoutError
-from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform import Group
 from hyper_parallel.platform.loss_kernels import ClassShard
 from hyper_parallel.platform.platform import Tensor
 
-__all__ = ["check_reduction", "find_shard", "gather_numbers", "group_of"]
+__all__ = ["check_reduction", "find_shard", "group_of"]
 
 
 def check_reduction(reduction: str) -> None:
@@ -41,10 +39,9 @@ def find_shard(width: int, group: Group | None, num_classes: int | None, like: T
     if num_classes is not None and num_classes < 0:
         raise ValueError(f"num_classes is {num_classes}; expected 0 or more")
     if group is None or group.size == 1:
-        classes = width if num_classes is None else num_classes
-        return ClassShard(0, classes, classes)
+        return ClassShard.of(width if num_classes is None else num_classes, None)
     if num_classes is None:
-        widths = [row[0] for row in gather_numbers([width], group, like)]
+        widths = gather_numbers([width], group, like)[:, 0].tolist()
         num_classes = sum(widths)
         wanted = tuple(stop - start for start, stop in chunk_ranges(num_classes, group.size))
         if tuple(widths) != wanted:
@@ -52,13 +49,4 @@ def find_shard(width: int, group: Group | None, num_classes: int | None, like: T
                 f"the ranks of the class group hold {tuple(widths)} of {num_classes} classes; expected {wanted}, as "
                 "torch.chunk cuts them"
             )
-    ranges = chunk_ranges(num_classes, group.size)
-    return ClassShard(*ranges[group.rank], num_classes, group, ranges)
-
-
-def gather_numbers(numbers: Sequence[int], group: Group, like: Tensor) -> list[list[int]]:
-    """Some integers of every rank; an accelerator waits for them."""
-    platform = get_platform()
-    header = platform.from_numpy(np.array(numbers, dtype=np.int64), like)
-    gathered: list[list[int]] = platform.to_numpy(platform.all_gather(header, group)).tolist()
-    return gathered
+    return ClassShard.of(num_classes, group)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hyper_parallel.core.shard_spec import chunk_ranges
+
 if TYPE_CHECKING:
     from hyper_parallel.platform.platform import Group
 
@@ -32,6 +34,14 @@ class ClassShard:
     num_classes: int
     group: Group | None = None
     ranges: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def of(cls, num_classes: int, group: Group | None) -> ClassShard:
+        """This rank's of ``num_classes`` cut over ``group`` as ``torch.chunk`` does; all of them without a group."""
+        if group is None:
+            return cls(0, num_classes, num_classes)
+        ranges = chunk_ranges(num_classes, group.size)
+        return cls(*ranges[group.rank], num_classes, group, ranges)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Platform(ABC):
 
     @abstractmethod
     def copy_leaf(self, x: Tensor) -> Tensor:
-        """A copy outside the graph that requires a gradient where ``x`` does."""
+        """A copy outside the graph that requires a gradient where ``x`` does, if tensors of the framework say that."""
 
     @abstractmethod
     def to_numpy(self, x: Tensor) -> Any:

@@ -16,7 +16,7 @@ from hyper_parallel.platform.platform import Tensor
 if TYPE_CHECKING:
     from hyper_parallel.core.device_mesh import DeviceMesh
 
-__all__ = ["Learner", "Loss", "ModelSettings", "TrainingTools", "load_training_tools"]
+__all__ = ["Learner", "Loss", "ModelSettings", "TrainingTools", "absent_settings", "load_training_tools"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Token ids and labels to a scalar on the model's graph."""
@@ -41,6 +41,30 @@ class ModelSettings:
     activation_checkpoint: str = "none"
     compile: bool = False
     compile_backend: str = "inductor"
+
+
+_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "mindspore": {
+        "data_parallel": "replicate",
+        "compute_dtype": "float32",
+        "activation_checkpoint": "none",
+        "compile": False,
+        "recomputed": False,
+    }
+}
+"""What is not there on a backend: settings with the only value they may have, and whether the loss runs
+:meth:`TrainingTools.recomputed`."""
+
+
+def absent_settings(backend: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``asked`` (fields of :class:`ModelSettings`, and ``"recomputed"``) a backend has not, with what it has.
+
+    Example:
+        >>> absent_settings("mindspore", {"compile": True, "compute_dtype": "float32"})
+        {'compile': False}
+    """
+    fixed = _FIXED.get(backend, {})
+    return {name: fixed[name] for name, value in asked.items() if name in fixed and value != fixed[name]}
 
 
 class Learner(ABC):

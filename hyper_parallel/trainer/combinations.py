@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hyper_parallel.platform.training import absent_settings
+
 if TYPE_CHECKING:
     from hyper_parallel.trainer.options import TrainOptions
 
@@ -28,19 +30,17 @@ def check_combination(options: TrainOptions) -> None:
 
 
 def _check_backend(options: TrainOptions) -> None:
-    if options.backend == "torch":
-        return
     training, parallelism = options.training, options.parallelism
     asked = {
-        f"parallelism.data_parallel={parallelism.data_parallel!r}": parallelism.data_parallel != "replicate",
-        f"training.mixed_precision_param={training.mixed_precision_param!r}": (
-            training.mixed_precision_param != "float32"
-        ),
-        f"training.activation_checkpoint={training.activation_checkpoint!r}": training.activation_checkpoint != "none",
-        "training.compile": training.compile,
-        "training.loss='chunked'": training.loss == "chunked",
+        "data_parallel": (parallelism.data_parallel, "parallelism.data_parallel"),
+        "compute_dtype": (training.mixed_precision_param, "training.mixed_precision_param"),
+        "activation_checkpoint": (training.activation_checkpoint, "training.activation_checkpoint"),
+        "compile": (training.compile, "training.compile"),
     }
-    if found := [name for name, used in asked.items() if used]:
+    values = {name: value for name, (value, _) in asked.items()} | {"recomputed": training.loss == "chunked"}
+    named = {name: f"{option}={value!r}" for name, (value, option) in asked.items()}
+    named["recomputed"] = f"training.loss={training.loss!r}"
+    if found := [named[name] for name in absent_settings(options.backend, values)]:
         raise ValueError(f"{', '.join(found)}: not there on {options.backend}; use backend 'torch', or leave it out")
 
 

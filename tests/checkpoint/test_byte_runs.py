@@ -29,7 +29,7 @@ def specs(draw: Any) -> ShardSpec:
     if kind == "fused":
         parts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
         shape[dim] = sum(parts)
-        return ShardSpec.fused(tuple(shape), dim, tuple(parts), ranks)
+        return cut_parts(shape, dim, parts, [None] * len(parts), ranks)
     width = draw(st.integers(1, 3))
     shape[dim] = (ranks + 2) * width  # a query head for each rank, one key and one value head for all
     return cut_parts(shape, dim, (ranks * width, width, width), (ranks, 1, 1), ranks)
@@ -93,4 +93,4 @@ def test_elements_that_no_rank_holds() -> None:
 def test_rows_are_one_run_and_columns_one_for_each_row() -> None:
     assert len(spec_runs(ShardSpec.chunk((8, 6), 0, 2), 1, ITEM)) == 1
     assert len(spec_runs(ShardSpec.chunk((8, 6), 1, 2), 1, ITEM)) == 8
-    assert len(spec_runs(ShardSpec.fused((8, 6), 0, (4, 4), 2), 1, ITEM)) == 2
+    assert len(spec_runs(cut_parts((8, 6), 0, (4, 4), (None, None), 2), 1, ITEM)) == 2

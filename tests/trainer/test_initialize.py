@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.tensor_parallel import initialize
+from hyper_parallel.tensor_parallel.cuts import cut_parts
 from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Normal, Uniform, draw_shard
 
 NORMAL = Normal(0.02)
@@ -34,7 +35,7 @@ def test_shards_are_pieces_of_one_tensor(shape: list[int], dim: int, ranks: int,
 
 def test_fused_parts_are_cut_on_their_own() -> None:
     full = whole((300, 20))
-    spec = ShardSpec.fused((300, 20), 0, (200, 50, 50), 2)
+    spec = cut_parts((300, 20), 0, (200, 50, 50), (None, None, None), 2)
     expected = np.concatenate([full[100:200], full[225:250], full[275:300]])
     np.testing.assert_array_equal(draw_shard("w", spec, 1, NORMAL, 0), expected)
 

@@ -12,6 +12,10 @@ __all__ = ["LlamaConfig", "build_llama"]
 
 
 def build_llama(config: LlamaConfig) -> Any:
-    """``LlamaForCausalLM`` of this process's backend, with uninitialised weights."""
+    """``LlamaForCausalLM`` of this process's backend.
+
+    Its weights are not the model's yet: ``materialize`` and ``load_hf_checkpoint`` give them their values, and it is
+    best built without any (PyTorch's meta device, MindSpore's ``deferred_parameters``).
+    """
     module = importlib.import_module(f"hyper_parallel.models.llama.{get_platform().name}")
     return module.LlamaForCausalLM(config)

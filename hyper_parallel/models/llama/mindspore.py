@@ -155,6 +155,7 @@ class LlamaModel(nn.Cell):
     def _rotary(self, length: int, dtype: Any) -> RotaryTables:
         key = (length, dtype)
         if key not in self._tables:
+            self._tables.clear()  # masks are as large as the length squared: one is kept
             self._tables[key] = RotaryTables.of(self.config, length, dtype)
         return self._tables[key]
 

@@ -29,7 +29,6 @@ class DeviceArithmetic:
     log = staticmethod(ops.log)
     expm1 = staticmethod(ops.expm1)
     where = staticmethod(ops.where)
-    stack = staticmethod(ops.stack)
     concat = staticmethod(ops.concat)
 
     # -- vectors ---------------------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ class HostArithmetic:
     log = staticmethod(np.log)
     expm1 = staticmethod(np.expm1)
     where = staticmethod(np.where)
-    stack = staticmethod(np.stack)
     concat = staticmethod(np.concatenate)
 
     # -- vectors ---------------------------------------------------------------------------------------------

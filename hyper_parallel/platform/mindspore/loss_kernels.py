@@ -25,7 +25,7 @@ from hyper_parallel.platform.mindspore._loss_nodes import CrossEntropy, LogSoftm
 from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
 from hyper_parallel.platform.mindspore._loss_targets import masked, place_targets, target_owner
 
-__all__ = ["LossState", "MindSporeLossKernels", "NllState"]
+__all__ = ["MindSporeLossKernels"]
 
 class MindSporeLossKernels(LossKernels):
     """The kernels, under autograd, on CPU and accelerators.

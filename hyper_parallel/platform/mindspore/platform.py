@@ -185,6 +185,7 @@ class MindSporePlatform(Platform):
         return custom_grad.linear_map(x, collectives.copy, lambda g: g)
 
     def copy_leaf(self, x: Any) -> Any:
+        # a tensor says nothing of gradients: mindspore.grad is told what to differentiate by
         return Tensor(dtensor.as_local(x).asnumpy())
 
     def to_numpy(self, x: Any) -> Any:

@@ -17,7 +17,7 @@ from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore import _communicator, _host, random
 from hyper_parallel.platform.mindspore.deferred import deferred_parameters
-from hyper_parallel.platform.training import Learner, Loss, ModelSettings, TrainingTools
+from hyper_parallel.platform.training import Learner, Loss, ModelSettings, TrainingTools, absent_settings
 
 __all__ = ["MindSporeLearner", "MindSporeTrainingTools", "create_training_tools"]
 
@@ -157,13 +157,11 @@ def create_training_tools() -> TrainingTools:
 
 def _refuse_what_is_not_there(settings: ModelSettings) -> None:
     """Raises ValueError for what runs on PyTorch alone."""
-    plain = ModelSettings()
-    for name in ("data_parallel", "compute_dtype", "activation_checkpoint", "compile"):
-        found, expected = getattr(settings, name), getattr(plain, name)
-        if found != expected:
-            raise ValueError(
-                f"{name}={found!r} is not there on MindSpore; expected {expected!r}, or the 'torch' backend"
-            )
+    for name, expected in absent_settings("mindspore", vars(settings)).items():
+        raise ValueError(
+            f"{name}={getattr(settings, name)!r} is not there on MindSpore; expected {expected!r}, or the 'torch' "
+            "backend"
+        )
 
 
 def _no_loss(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform.functional import LinearLoss
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.torch._linear_loss import autocast_inputs, compute, gradients_again, sum_hidden
@@ -37,11 +36,7 @@ def linear_loss(
 
 def _loss_of(settings: tuple[Any, ...]) -> tuple[LinearLoss, Sequence[bool]]:
     name, classes, ignore_index, smoothing, z_loss, reduction, softcap, chunk_size, sequence_dim, needs = settings
-    group = group_by_name(name)
-    shard = ClassShard(0, classes, classes)
-    if group is not None:
-        ranges = chunk_ranges(classes, group.size)
-        shard = ClassShard(*ranges[group.rank], classes, group, ranges)
+    shard = ClassShard.of(classes, group_by_name(name))
     options = LossOptions(ignore_index, smoothing, z_loss, True, False)
     return LinearLoss(shard, options, reduction, softcap, chunk_size, sequence_dim), needs
 

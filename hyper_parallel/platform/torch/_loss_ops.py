@@ -62,7 +62,7 @@ def token_outputs(
     """:meth:`LossKernels.token_outputs` by way of the operators."""
     validate = options.validate
     if validate is None:
-        validate = local_logits.device.type == "cpu"
+        validate = get_platform().loss_kernels.validates_by_default(local_logits)
     loss, token_weight, log_prob, entropy, *_ = _forward(
         local_logits,
         target,
