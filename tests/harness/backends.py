@@ -43,7 +43,6 @@ class TorchBackend(Backend):
             size,
             is_master=rank == 0,
             master_listen_fd=None if listener is None else int(listener),
-            use_libuv=False,  # before PyTorch 2.7 the other implementation takes no listening socket
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
