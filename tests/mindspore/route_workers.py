@@ -69,11 +69,11 @@ def compilation() -> None:
         inside = compiled_loss(logits, labels)
         mindspore.set_context(mode=mindspore.GRAPH_MODE)
         try:
-            network = LossNetwork()(logits, labels)
+            network, cell = LossNetwork()(logits, labels), nn.CrossEntropyLoss()(logits, labels)
         finally:
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
         value, grad = mindspore.value_and_grad(compiled_loss)(logits, labels)
-    for loss in (inside, compiled_loss(logits, labels), network, value):
+    for loss in (inside, compiled_loss(logits, labels), network, cell, value):
         np.testing.assert_allclose(loss.asnumpy(), expected(), rtol=1e-5)
     assert grad.shape == logits.shape
 

@@ -42,6 +42,7 @@ def install_routes(base: type) -> None:
         route(function, _dispatch_as(name, base))
         # the newer ones have no CPU kernels; on replicated DTensors the older ones compute the same there
         route(newer, _dispatch_as(name, base, on_host=function))
+    route(nn.CrossEntropyLoss.construct, _without_tensor_checks)
     route(primitive_module._run_op, _dispatch_lists(base))
     for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
         route(
@@ -71,6 +72,17 @@ def _dispatch_as(name: str, base: type, on_host: Callable[..., Any] | None = Non
         return original(*args, **kwargs)
 
     return handler
+
+
+def _without_tensor_checks(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``nn.CrossEntropyLoss`` demands tensors before it calls ``ops.cross_entropy``; stand-ins go there at once."""
+    if not any(isinstance(x, StandIn) for x in (*args, *kwargs.values())):
+        return original(*args, **kwargs)
+    cell, *others = args
+    names = dict(zip(("logits", "labels"), others, strict=False), **kwargs)
+    return nn_func.cross_entropy(
+        names["logits"], names["labels"], cell.weight, cell.ignore_index, cell.reduction, cell.label_smoothing
+    )
 
 
 def _dispatch_lists(base: type) -> Handler:
