@@ -121,11 +121,15 @@ def _of_nothing(x: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """
     platform = get_platform()
     empty = platform.shape(x)
-    for parameter in parameters:
+
+    def made_of(parameter: Tensor) -> Tensor:
         whole = platform.shape(parameter)
-        x = x + platform.linear_map(
-            parameter, lambda p: platform.zeros(empty, p), lambda grad, whole=whole: platform.zeros(whole, grad)
+        return platform.linear_map(
+            parameter, lambda p: platform.zeros(empty, p), lambda grad: platform.zeros(whole, grad)
         )
+
+    for parameter in parameters:
+        x = x + made_of(parameter)
     return x
 
 
