@@ -47,7 +47,11 @@ def dispatch_loss_parallel(
     if kind is None:
         return NotImplemented
     platform, state = get_platform(), _loss_state()
-    call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
+    try:
+        call = platform.bind_loss_arguments(kind, op_call, args, kwargs)
+    except TypeError as error:
+        _refuse_together(kind, error, args, kwargs, state)
+        raise
     logits = call.input
     if isinstance(logits, UncomputedLogits):
         return uncomputed_cross_entropy(call, state) if kind == "cross_entropy" else NotImplemented
@@ -91,6 +95,20 @@ def _loss_state() -> State:
     if not state.loss_parallel and get_platform().in_backward():
         state = replace(state, loss_parallel=True, strict=False, mesh=None)
     return state
+
+
+def _refuse_together(
+    kind: str, error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any], state: State
+) -> None:
+    """Of arguments that do not fit the function the ranks that wait in the agreement must hear."""
+    logits = next((x for x in (*args, *kwargs.values()) if isinstance(x, DTensor)), None)
+    if logits is None or not state.loss_parallel:
+        return
+
+    def fail() -> None:
+        raise error
+
+    agreed(LossArguments(kind, logits), get_platform().as_local(logits), fail)
 
 
 # -- the three places a call can be in ------------------------------------------------------------------------------

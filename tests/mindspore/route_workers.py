@@ -137,3 +137,32 @@ def overhead() -> float:
         return best
 
     return per_call(routed) - per_call(nothing)
+
+
+def misspelt() -> list[str]:
+    """One rank misspells an argument: both hear of it, and their next call is right."""
+    heard = []
+    with loss_parallel():
+        for options in ({"bogus": 1} if get_platform().rank() == 1 else {}, {}):
+            try:
+                value = ops.cross_entropy(sharded(), Tensor(LABELS), **options)
+            except TypeError as error:
+                heard.append(str(error))
+            else:
+                heard.append(f"{float(value.to_local()) - expected():.5f}")
+    return heard
+
+
+def shared_layers_in_graph_mode() -> str:
+    from hyper_parallel import UnsupportedOperatorError, parallelize_module
+
+    network = nn.SequentialCell(nn.Dense(4, 6), nn.ReLU())
+    parallelize_module(network, mesh_of((get_platform().world_size(),)), {"0": "colwise"})
+    mindspore.set_context(mode=mindspore.GRAPH_MODE)
+    try:
+        network(Tensor(np.ones((2, 4), np.float32)))
+    except UnsupportedOperatorError as error:
+        return str(error)
+    finally:
+        mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+    return "no error"

@@ -59,3 +59,15 @@ def test_somebody_elses_patch_is_no_installation() -> None:
         [sys.executable, "-c", PATCHED_BEFORE], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.stdout.split()[-2:] == ["LossParallelLayoutError", "UnsupportedOperatorError"], done.stderr
+
+
+@pytest.mark.contract("P1")
+def test_an_argument_that_one_rank_misspells() -> None:
+    for first, second in run("route_workers", "misspelt", world_size=2):
+        assert "rank 1" in first and "bogus" in first
+        assert abs(float(second)) < 1e-5
+
+
+def test_graph_mode_of_shared_layers_is_refused() -> None:
+    for message in run("route_workers", "shared_layers_in_graph_mode", world_size=2):
+        assert message.startswith("SequentialCell was given to parallelize_module (layer '0'), which graph mode")

@@ -17,6 +17,7 @@ from mindspore.ops.function import nn_func
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore._replaced_body import Handler, route
+from hyper_parallel.platform.mindspore.module_rules import RuledModule
 from hyper_parallel.platform.mindspore.op_names import NamedCall, PackedPrimitive
 from hyper_parallel.platform.values import StandIn
 
@@ -44,10 +45,9 @@ def install_routes(base: type) -> None:
         route(newer, _dispatch_as(name, base, on_host=function))
     route(nn.CrossEntropyLoss.construct, _without_tensor_checks)
     route(primitive_module._run_op, _dispatch_lists(base))
-    for function in (graph_api._JitExecutor.compile, nn.Cell.compile):
-        route(
-            function, _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()")
-        )
+    refuse = _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()")
+    route(graph_api._JitExecutor.compile, refuse)
+    route(nn.Cell.compile, _refuse_rules(refuse))
     for method, made in (("__getitem__", _indexing), ("__setitem__", _item_assignment)):
         if not hasattr(getattr(Tensor, method), _OURS):  # others may have put methods of their own there
             setattr(Tensor, method, made(base))
@@ -109,6 +109,21 @@ def _refuse(base: type, why: str) -> Handler:
                     f"{original.__qualname__.lstrip('_')} got a DTensor of shape {x.shape}: {why}"  # type: ignore[attr-defined]
                 )
         return original(*args, **kwargs)
+
+    return handler
+
+
+def _refuse_rules(refuse: Handler) -> Handler:
+    """For ``Cell.compile``: a cell whose layers are shared between ranks holds what the compiler cannot read."""
+
+    def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for name, cell in args[0].cells_and_names():
+            if isinstance(cell, RuledModule):
+                raise UnsupportedOperatorError(
+                    f"{type(args[0]).__name__} was given to parallelize_module (layer {name or 'itself'!r}), which "
+                    "graph mode cannot compile; use PyNative mode"
+                )
+        return refuse(original, args, kwargs)
 
     return handler
 
