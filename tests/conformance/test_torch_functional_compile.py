@@ -155,3 +155,31 @@ def under_autocast(reduction: str) -> None:
     for a, b, c in zip(wide, eager, run(compiled(function), True)):
         assert a.dtype == b.dtype == c.dtype == torch.float32
         assert not torch.equal(a, b) and torch.equal(b, c)
+
+
+@on_offers({"torch": ("mean", "none")}, "reduction", 1)
+def test_linear_cross_entropy_is_differentiable_once(platform: str, world_size: int, reduction: str) -> None:
+    """A second derivative raises, by the operators of the compiled graph as by the eager node."""
+    messages = run_distributed(second_derivatives, reduction, platform=platform, world_size=world_size)[0]
+    assert "linear_cross_entropy cannot be differentiated twice" in messages[0], messages
+    assert "no autograd formula" in messages[1], messages
+
+
+def second_derivatives(reduction: str) -> list[str]:
+    """In a worker: the messages."""
+    import torch
+
+    from hyper_parallel.platform.functional import LinearLoss
+    from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+    from hyper_parallel.platform.torch import _linear_loss, _linear_ops
+
+    data, loss = linear.data_of(linear.Call()), LinearLoss(ClassShard.of(11, None), LossOptions(), reduction)
+    messages = []
+    for module in (_linear_loss, _linear_ops):
+        hidden, weight = (torch.tensor(x, dtype=torch.float32).requires_grad_() for x in (data.hidden, data.weight))
+        value = module.linear_loss(hidden, weight, None, torch.tensor(data.target), loss)
+        (grad,) = torch.autograd.grad(value.sum(), hidden, create_graph=True)
+        with pytest.raises(RuntimeError) as raised:
+            grad.square().sum().backward()
+        messages.append(str(raised.value))
+    return messages

@@ -67,3 +67,23 @@ def order_of_backward(overlap: bool) -> list[str]:
 def test_the_sum_overlaps_the_gradient_of_the_weight() -> None:
     assert run_distributed(order_of_backward, True, world_size=2) == [["async sum", "weight"]] * 2
     assert sorted(run_distributed(order_of_backward, False, world_size=2)[0]) == ["sum", "weight"]
+
+
+def twice() -> str:
+    import torch
+
+    from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
+    from tests.tensor_parallel.torch_workers import tensor, tp_mesh
+
+    layer = ColumnParallelLinear(IN, OUT, group=tp_mesh(), dtype=torch.float64, overlap=True)
+    x = tensor(values(3, IN), grad=True)
+    (grad,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as raised:
+        grad.square().sum().backward()
+    return str(raised.value)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Not taken for a constant: the upstream gradient requires none here."""
+    for message in run_distributed(twice, world_size=2):
+        assert "a column-parallel linear layer cannot be differentiated twice" in message

@@ -153,6 +153,25 @@ def test_on_mindspore_it_computes_in_half_precision() -> None:
         assert np.abs(found_gradients[name] - gradient).max() < 0.02 * np.abs(gradient).max(), name
 
 
+def masks_kept() -> list[int]:
+    """In a worker of the harness: how many masks stay behind after rows of each length."""
+    from mindspore import Tensor
+
+    from hyper_parallel.models.llama.mindspore import LlamaForCausalLM
+
+    model = LlamaForCausalLM(config_of("grouped"))
+    kept = []
+    for length in (3, 4, 3):
+        model(Tensor(np.zeros((1, length), np.int32)))
+        kept.append(len(model.model._tables))
+    return kept
+
+
+@pytest.mark.platform("mindspore")
+def test_on_mindspore_one_mask_is_kept() -> None:
+    assert run_distributed(masks_kept, platform="mindspore", world_size=1) == [[1, 1, 1]]
+
+
 @pytest.mark.platform("torch")
 def test_the_weight_names_are_those_of_a_checkpoint() -> None:
     import torch

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform.functional import LinearLoss
 from hyper_parallel.platform.torch._linear_chunks import Gradients, run_chunks
 from hyper_parallel.platform.torch._loss_rows import autocast_off
 from hyper_parallel.platform.torch.collectives import all_gather_uneven, all_reduce, reduce_scatter_uneven
+from hyper_parallel.platform.torch.custom_grad import differentiable_once
 
 __all__ = ["autocast_inputs", "compute", "gradients_again", "linear_loss", "sum_hidden"]
 
@@ -111,24 +111,24 @@ class _LinearLoss(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
         grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            grads = gradients_again(upstream, hidden, weight, bias, target, ctx.loss, ctx.needs)
-        elif upstream.device.type != "cpu" or upstream.item() != 1.0:  # nobody else has seen them
-            for grad in (grads.hidden, grads.weight, grads.bias):
-                if grad is not None:
-                    grad.mul_(upstream)
-        return (
-            None if grads.hidden is None else sum_hidden(grads.hidden, hidden, target, ctx.loss),
-            None if grads.weight is None else grads.weight.to(weight.dtype),
-            None if grads.bias is None else grads.bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        with torch.no_grad():
+            if grads is None:
+                grads = gradients_again(upstream, hidden, weight, bias, target, ctx.loss, ctx.needs)
+            elif upstream.device.type != "cpu" or upstream.item() != 1.0:  # nobody else has seen them
+                for grad in (grads.hidden, grads.weight, grads.bias):
+                    if grad is not None:
+                        grad.mul_(upstream)
+            found = (
+                None if grads.hidden is None else sum_hidden(grads.hidden, hidden, target, ctx.loss),
+                None if grads.weight is None else grads.weight.to(weight.dtype),
+                None if grads.bias is None else grads.bias.to(bias.dtype),
+            )
+        given = [x for x in (upstream, hidden, weight, bias) if x is not None]
+        once = (None if g is None else differentiable_once("linear_cross_entropy", g, *given) for g in found)
+        return *once, None, None, None
 
 
 def _factor(labels: torch.Tensor, loss: LinearLoss, rows: torch.Tensor) -> torch.Tensor:

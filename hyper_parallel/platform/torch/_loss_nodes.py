@@ -19,8 +19,9 @@ from hyper_parallel.platform.torch._loss_gradients import LossState, log_softmax
 from hyper_parallel.platform.torch._loss_rows import autocast_off, statistics_dtype
 from hyper_parallel.platform.torch._loss_targets import at_index, place_targets, put_at_index
 from hyper_parallel.platform.torch.collectives import all_reduce
+from hyper_parallel.platform.torch.custom_grad import differentiable_once
 
-__all__ = ["CrossEntropy", "LogSoftmax", "NllLoss", "differentiable_once"]
+__all__ = ["CrossEntropy", "LogSoftmax", "NllLoss"]
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -62,7 +63,8 @@ class CrossEntropy(torch.autograd.Function):
             grad_loss, local_logits, ctx.dim, state, grad_log_prob, grad_entropy
         )
         given = [g for g in (grad_loss, grad_log_prob, grad_entropy) if g is not None]
-        return differentiable_once("cross_entropy", grad, *given, local_logits), None, None, None, None, None
+        once = differentiable_once("the class-sharded cross_entropy", grad, *given, local_logits)
+        return once, None, None, None, None, None
 
 
 class LogSoftmax(torch.autograd.Function):
@@ -83,7 +85,7 @@ class LogSoftmax(torch.autograd.Function):
             if ctx.shard.group is not None:
                 total = all_reduce(total, "sum", ctx.shard.group)
             grad_logits = log_softmax_grad(grad, total, local_logits, ctx.dim, share)
-        return differentiable_once("log_softmax", grad_logits, grad, local_logits), None, None, None
+        return differentiable_once("the class-sharded log_softmax", grad_logits, grad, local_logits), None, None, None
 
 
 class NllLoss(torch.autograd.Function):
@@ -119,24 +121,4 @@ class NllLoss(torch.autograd.Function):
         with torch.no_grad(), autocast_off(grad_loss):
             grad = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad_loss.device)
             put_at_index(grad, ctx.dim, index, -token_weight * grad_loss.reshape(-1))
-        return differentiable_once("nll_loss", grad, grad_loss), None, None, None, None, None
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, grad: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.name = name
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError(
-            f"the class-sharded {ctx.name} cannot be differentiated twice: its gradient has no derivative"
-        )
-
-
-def differentiable_once(name: str, grad: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """``grad``, under ``create_graph=True`` tied to what it depends on: differentiating it raises."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Once.apply(name, grad, *inputs)
-    return grad
+        return differentiable_once("the class-sharded nll_loss", grad, grad_loss), None, None, None, None, None

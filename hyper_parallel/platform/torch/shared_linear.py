@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from hyper_parallel.platform.platform import Group
+from hyper_parallel.platform.torch.custom_grad import differentiable_once
 
 __all__ = ["shared_linear"]
 
@@ -20,7 +20,7 @@ def shared_linear(
     """``F.linear(x, weight, bias)`` on this rank's rows of the weight.
 
     Backward starts the all-reduce of the gradient of ``x``, computes that of the weight meanwhile, then
-    waits. The gradient has no derivative.
+    waits. The gradient has no derivative: differentiating it raises.
     """
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(x, weight, bias)
@@ -42,9 +42,17 @@ class _SharedLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            found = _SharedLinear._gradients(ctx, grad, x, weight)
+        name = "a column-parallel linear layer"
+        return *(None if g is None else differentiable_once(name, g, grad, x, weight) for g in found), None
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         count = x.shape[:-1].numel()  # said, because a rank may have no output features
         rows = grad.reshape(count, grad.shape[-1])
@@ -56,4 +64,4 @@ class _SharedLinear(torch.autograd.Function):
         grad_bias = rows.sum(0) if needs_bias else None
         if work is not None:
             work.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias
