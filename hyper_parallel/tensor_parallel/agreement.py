@@ -12,23 +12,29 @@ from hyper_parallel.platform.platform import Tensor
 __all__ = ["raise_together"]
 
 
-def raise_together(error: Exception | None, view: str, group: Group, like: Tensor | None = None) -> None:
+def raise_together(
+    error: Exception | None, view: str, group: Group, like: Tensor | None = None, values: int = 0
+) -> bool:
     """Return on all ranks, or raise on all: where some rank has an error, or the ranks see different things.
 
-    Collectives: one all-gather of 16 bytes; one of texts when something is wrong.
+    Collectives: one all-gather of 24 bytes; one of texts when something is wrong.
 
     Args:
         error: what is wrong here; raised as it is on this rank.
         view: what must be the same everywhere.
         group: the ranks.
         like: a tensor on the device that the group communicates from; None: the host.
+        values: a number that may differ.
+
+    Returns:
+        Whether ``values`` is the same everywhere.
 
     Raises:
         ParallelPlanError: some other rank's error, or different views.
     """
-    seen = gather_numbers([error is not None, zlib.crc32(view.encode())], group, like)
-    if not seen[:, 0].any() and (seen == seen[0]).all():
-        return
+    seen = gather_numbers([error is not None, zlib.crc32(view.encode()), values], group, like)
+    if not seen[:, 0].any() and (seen[:, 1] == seen[0, 1]).all():
+        return bool((seen[:, 2] == seen[0, 2]).all())
     texts = gather_texts(view if error is None else str(error), group, like)
     if error is not None:
         raise error

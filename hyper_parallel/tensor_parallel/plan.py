@@ -4,14 +4,18 @@ ranks.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.core.state import current_state
 from hyper_parallel.errors import ParallelPlanError
-from hyper_parallel.platform import Group
+from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.tensor_parallel.agreement import raise_together
 from hyper_parallel.tensor_parallel.auto_plan import auto_plan
@@ -66,7 +70,10 @@ def parallelize_module(
         ParallelPlanError: on every rank, before anything is changed: a pattern that names nothing, modules
             that do not fit their style, heads that do not fit the ranks, ranks with different models.
 
-    Collectives: one small all-gather; creates groups for key and value heads that several ranks share.
+    Warns when the ranks' copies differ in the first row of some parameter: built without a common seed, they make up
+    no model together, unless weights are loaded or drawn afterwards.
+
+    Collectives: one small all-gather.
 
     Example:
         >>> parallelize_module(model, mesh["tp"])                                            # doctest: +SKIP
@@ -84,8 +91,16 @@ def parallelize_module(
         planned = plan_model(module, mesh, mapping, automatic=parallelize_plan == "auto")
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
-    raise_together(error, planned.report.shared_view if planned else "", group, _like(module))
+    checksum = _checksum(module) if planned else 0
+    alike = raise_together(error, planned.report.shared_view if planned else "", group, _like(module), checksum)
     assert planned is not None
+    if not alike:
+        warnings.warn(
+            "the ranks hold different values of the model that is given to parallelize_module: the parts that they "
+            "keep make up none of these models. Load a checkpoint or call materialize() afterwards, or seed all ranks "
+            "alike before building",
+            stacklevel=2,
+        )
     _apply(planned, group)
     setattr(module, _REPORT, planned.report)
     return module
@@ -132,6 +147,19 @@ def _like(module: Module) -> Any:
         return None
     parameters = (p for _, m in backend.named_modules(module) for p in backend.own_parameters(m).values())
     return next((p for p in parameters if backend.has_memory(p)), None)
+
+
+def _checksum(module: Module) -> int:
+    """Of a sample of the values: the first row of each parameter that has any."""
+    backend, platform = get_module_backend(), get_platform()
+    checksum = 0
+    for _, part in backend.named_modules(module):
+        for parameter in backend.own_parameters(part).values():
+            shape = platform.shape(parameter)
+            if backend.has_memory(parameter) and 0 not in shape:
+                sample = platform.narrow(parameter, 0, 0, 1) if shape else parameter
+                checksum = zlib.crc32(np.ascontiguousarray(platform.to_numpy(sample)).tobytes(), checksum)
+    return checksum
 
 
 def _apply(planned: Planned, group: Group) -> None:

@@ -260,3 +260,31 @@ def test_the_last_layer_follows_the_config(platform: str, world_size: int) -> No
         whole = found[1][1]
         half = (*whole[:-1], (whole[-1] + 1 - rank) // 2)
         assert found == [(True, whole, half), (False, whole, whole), (True, whole, half)]
+
+
+def built_without_a_seed(alike: bool) -> list[str]:
+    """What is warned of when ranks hand over their own random models."""
+    import warnings
+
+    from hyper_parallel.platform.modules import get_module_backend
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.harness import this_rank
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter, backend = this_adapter(), get_module_backend()
+    model = adapter.module("own_llama", False, 2)
+    for _, part in backend.named_modules(model):
+        for parameter in backend.own_parameters(part).values():
+            shape = tuple(parameter.shape)
+            backend.fill_parameter(parameter, np.full(shape, 1 if alike else this_rank(), np.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize_module(model, adapter.mesh)
+    return [str(w.message) for w in caught if "different values" in str(w.message)]
+
+
+@on_groups(2)
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_with_different_values_are_warned(alike: bool, platform: str, world_size: int) -> None:
+    for messages in run_distributed(built_without_a_seed, alike, platform=platform, world_size=world_size):
+        assert len(messages) == (0 if alike else 1)
