@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchPlatform", "create_platform"]
 
-_OLDEST = (2, 8)
+_OLDEST = (2, 12)
 
 
 def create_platform() -> Platform:
