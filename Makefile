@@ -88,5 +88,5 @@ $(STAMPS)/bench-mindspore: $(STAMPS)/venv pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(INSTALL) -e '.[$*,train,watch]'
+	$(INSTALL) -e '.[$*,train,text,watch]'
 	@touch $@

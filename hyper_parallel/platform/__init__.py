@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import os
 import sys
+from typing import Literal
 
 from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform.platform import Group, Platform
 
-__all__ = ["Group", "Platform", "get_platform"]
+__all__ = ["Group", "Platform", "default_backend", "get_platform"]
 
 _BACKENDS = ("torch", "mindspore")
 _ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_PLATFORM"
@@ -54,6 +55,17 @@ def get_platform(name: str | None = None) -> Platform:
     platform: Platform = module.create_platform()
     _registry[chosen] = platform
     return platform
+
+
+def default_backend() -> Literal["torch", "mindspore"]:
+    """What a command uses when nobody says which: as :func:`get_platform` chooses in a new process. Loads nothing.
+
+    Where that is an error, PyTorch, so that the command itself says what is wrong.
+    """
+    try:
+        return "mindspore" if _choose(None)[0] == "mindspore" else "torch"
+    except PlatformError:
+        return "torch"
 
 
 def _choose(name: str | None) -> tuple[str, str]:

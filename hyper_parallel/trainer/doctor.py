@@ -8,7 +8,7 @@ import platform as host
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ import tyro
 
 import hyper_parallel
 from hyper_parallel.core.shard_spec import chunk_ranges
-from hyper_parallel.platform import Group, Platform, get_platform
+from hyper_parallel.platform import Group, Platform, default_backend, get_platform
 from hyper_parallel.platform.training import load_training_tools
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
@@ -41,8 +41,8 @@ class DoctorOptions:
     nproc: int = 2
     """Workers to start."""
 
-    backend: Literal["torch", "mindspore"] = "torch"
-    """The framework."""
+    backend: Literal["torch", "mindspore"] = field(default_factory=default_backend)
+    """The framework; by default the one that is installed, of both PyTorch."""
 
     def __post_init__(self) -> None:
         if self.nproc < 1:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.platform import default_backend
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
 
@@ -31,8 +32,8 @@ class EvalOptions:
     nproc: int = 1
     """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
 
-    backend: Literal["torch", "mindspore"] = "torch"
-    """The framework."""
+    backend: Literal["torch", "mindspore"] = field(default_factory=default_backend)
+    """The framework; by default the one that is installed, of both PyTorch."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tensors live."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.platform import default_backend
 from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 from hyper_parallel.trainer.combinations import check_combination
 from hyper_parallel.trainer.data_options import TextOptions
@@ -133,8 +134,8 @@ class TrainOptions:
     nproc: int = 2
     """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
 
-    backend: Literal["torch", "mindspore"] = "torch"
-    """The framework."""
+    backend: Literal["torch", "mindspore"] = field(default_factory=default_backend)
+    """The framework; by default the one that is installed, of both PyTorch."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the tensors live."""

@@ -97,3 +97,9 @@ def test_an_unknown_one() -> None:
     found = refusal("get_platform('jax')")
     assert found == "unknown backend 'jax' (by argument); expected one of ('torch', 'mindspore')"
     assert "unknown backend 'tf' (by HYPER_PARALLEL_PLATFORM)" in refusal("get_platform()", variable="tf")
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_command_uses_the_one_that_is_installed(name: str) -> None:
+    code = "from hyper_parallel.trainer.options import TrainOptions; print(TrainOptions().backend)"
+    assert run(code, installed=(name,)) == name
