@@ -46,7 +46,7 @@ def assert_refused(platform: str, world_size: int, name: str) -> None:
 @on_groups(2, 3)
 @pytest.mark.parametrize("name", _names(two_dims=False))
 def test_one_mesh_dim(platform: str, world_size: int, name: str) -> None:
-    """Cases 7, 11, 55 and everything that the ranks can see differently."""
+    """Everything that the ranks can see differently."""
     assert_refused(platform, world_size, name)
 
 

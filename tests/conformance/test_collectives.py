@@ -112,7 +112,7 @@ def test_decomposed(platform: str, world_size: int) -> None:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bytes_kept_for_backward(platform: str, world_size: int, reduction: str, weighted: bool) -> None:
-    """Case 53: beyond an alias of the logits, 16 bytes a token (and the caller's own weights); of bf16 no fp32 copy."""
+    """Beyond an alias of the logits, 16 bytes a token (and the caller's own weights); of bf16 no fp32 copy."""
     for dtype in [d for d in ("float32", "bfloat16") if d in FLOATS[platform]]:
         case = make_case(
             world_size, (_TOKENS, 400), dtype=dtype, reduction=reduction, upstream=1.0, weighted=weighted, ignored=[1]

@@ -48,7 +48,7 @@ def check_gathered(platform: str, case: LossCase) -> list[str]:
 @on_groups(4)
 @illegal
 def test_strict(platform: str, world_size: int, mesh: tuple[int, ...], shards: tuple[int | None, ...]) -> None:
-    """Case 55: strict, an unclear layout is an error on every rank that names what was found and expected."""
+    """Strict, an unclear layout is an error on every rank that names what was found and expected."""
     case = make_case(world_size, (4, 8), mesh=mesh, shards=shards)
     raised = run_distributed(run_case, case, platform=platform, world_size=world_size, expect_error=True)
     for kind, message in raised:
@@ -212,7 +212,7 @@ def disabled_is_inactive() -> None:
 @pytest.mark.parametrize("context", [None, {}], ids=["outside", "inside"])
 @pytest.mark.parametrize("target_as", ["plain", "replicated"])
 def test_replicated_logits(platform: str, world_size: int, context: dict | None, target_as: str) -> None:
-    """Case 40: where nothing is sharded the loss is the plain one, with plain labels too, in and out of the context."""
+    """Where nothing is sharded the loss is the plain one, with plain labels too, in and out of the context."""
     for entry in ("function", "module", "decomposed"):
         case = make_case(
             world_size, (4, 7), shards=(None,), context=context, target_as=target_as, entry=entry, ignored=[1]

@@ -95,7 +95,7 @@ def on_and_off() -> None:
 @pytest.mark.contract("G3", "TRAP5")
 @on_groups(1, 2)
 def test_exception(platform: str, world_size: int) -> None:
-    """Case 36: an exception leaves the context off, and outer settings as they were."""
+    """An exception leaves the context off, and outer settings as they were."""
     run_distributed(exception, platform=platform, world_size=world_size)
 
 
@@ -123,7 +123,7 @@ def exception() -> None:
 @pytest.mark.contract("L1", "TRAP5")
 @on_groups(2)
 def test_nesting(platform: str, world_size: int) -> None:
-    """Case 37: inner settings win, outer ones come back, then off."""
+    """Inner settings win, outer ones come back, then off."""
     run_distributed(nesting, platform=platform, world_size=world_size)
 
 
@@ -177,7 +177,7 @@ def decorated() -> None:
 @pytest.mark.contract("I2", "L3", "TRAP5")
 @on_groups(1, 2)
 def test_threads(platform: str, world_size: int) -> None:
-    """Case 38: another thread does not see the context, and its own one is not seen here."""
+    """Another thread does not see the context, and its own one is not seen here."""
     run_distributed(threads, platform=platform, world_size=world_size)
 
 
@@ -232,7 +232,7 @@ def copied_contexts() -> None:
 @on_offers(ENTRIES, "entry", 1, 2)
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["after", "inside"])
 def test_backward(platform: str, world_size: int, entry: str, backward_inside: bool) -> None:
-    """Case 39: backward inside the context, or after it."""
+    """Backward inside the context, or after it."""
     check(platform, make_case(world_size, entry=entry, backward_inside=backward_inside, weighted=True, ignored=[0]))
 
 

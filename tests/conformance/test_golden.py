@@ -47,7 +47,7 @@ def grad_of(case: LossCase, results: list[dict[str, Any]]) -> np.ndarray:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_loss_and_gradient(platform: str, world_size: int, section: str, reduction: str, dtype: str) -> None:
-    """Cases 2, 12, 16, 27, 28: P=3 cuts unevenly, P=5 and 8 cut 8 classes into twos and ones, leaving ranks empty."""
+    """P=3 cuts unevenly, P=5 and 8 cut 8 classes into twos and ones, leaving ranks empty."""
     case = golden_case((world_size,), weighted=section == "weight", reduction=reduction, dtype=dtype)
     results = check(platform, case)
     for result in results:
@@ -67,7 +67,7 @@ def test_loss_and_gradient(platform: str, world_size: int, section: str, reducti
     [("dp2_mean", False, "mean"), ("dp2_weighted_mean", True, "mean"), ("dp2_sum", False, "sum")],
 )
 def test_two_data_parallel_ranks(platform: str, world_size: int, key: str, weighted: bool, reduction: str) -> None:
-    """Cases 3, 4, 5, 30: tokens with unequal valid counts on two dp ranks; every rank shows the global value."""
+    """Tokens with unequal valid counts on two dp ranks; every rank shows the global value."""
     case = golden_case((2, world_size // 2), weighted=weighted, reduction=reduction)
     for result in check(platform, case):
         assert_close(result["loss"], _EXPECTED[key], "float32", key)
@@ -77,7 +77,7 @@ def test_two_data_parallel_ranks(platform: str, world_size: int, key: str, weigh
 @pytest.mark.contract("P4", "P2")
 @on_groups(2, 4)
 def test_all_tokens_of_a_data_parallel_rank_ignored(platform: str, world_size: int) -> None:
-    """Case 6: the rank without a valid token counts nothing; the mean is finite, on every rank."""
+    """The rank without a valid token counts nothing; the mean is finite, on every rank."""
     case = golden_case((2, world_size // 2))
     case = case.but(target=np.array([1, 6, -100, -100]))
     for result in check(platform, case):

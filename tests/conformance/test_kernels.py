@@ -151,7 +151,7 @@ def k2_k3(dtype: str, widths: tuple[int, ...], weighted: bool, ranges_known: boo
 @pytest.mark.contract("K2", "TRAP4")
 @on_groups(1, 2, 4)
 def test_unchecked_target_out_of_range(platform: str, world_size: int) -> None:
-    """Case 7: without validation such a token's loss and gradient row are NaN, not 0; the others are right."""
+    """Without validation such a token's loss and gradient row are NaN, not 0; the others are right."""
     widths = _WIDTHS[world_size]
     logits, _, _, upstream, _ = inputs("float32")
     found = run_distributed(unchecked, widths, platform=platform, world_size=world_size)
@@ -184,7 +184,7 @@ def unchecked(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.contract("K2", "E1")
 @on_groups(2, 3)
 def test_class_count_that_does_not_add_up(platform: str, world_size: int) -> None:
-    """Case 11: gathered logits taken for shards are found out by the sum of the ranks' class counts."""
+    """Gathered logits taken for shards are found out by the sum of the ranks' class counts."""
     for kind, message in run_distributed(
         gathered_as_shards, platform=platform, world_size=world_size, expect_error=True
     ):

@@ -83,7 +83,7 @@ def _numbers(*shape: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.contract("K1", "TRAP1")
 @on_offers(FLOATS, "dtype")
 def test_any_upstream_gradient(platform: str, world_size: int, dtype: str) -> None:
-    """Case 1: g - softmax * (sum of g over all classes), for an upstream gradient that no NLL would send."""
+    """G - softmax * (sum of g over all classes), for an upstream gradient that no NLL would send."""
     check_log_softmax(platform, *_numbers(5, 11), mesh=(world_size,), shards=(1,), dtype=dtype)
 
 
@@ -102,7 +102,7 @@ def test_shapes(platform: str, world_size: int, shape: tuple[int, ...], dim: int
 @pytest.mark.contract("K1", "TRAP1")
 @on_groups(2, 3)
 def test_distillation(platform: str, world_size: int) -> None:
-    """Case 1: KL divergence to a teacher, whose gradient is softmax - teacher."""
+    """KL divergence to a teacher, whose gradient is softmax - teacher."""
     logits, _ = _numbers(4, 9)
     teacher = np.random.default_rng(1).dirichlet(np.ones(9), 4)
     check_log_softmax(platform, logits, -teacher, mesh=(world_size,), shards=(1,))

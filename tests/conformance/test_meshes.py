@@ -37,7 +37,7 @@ def test_two_dims(
     reduction: str,
     weighted: bool,
 ) -> None:
-    """Cases 3, 4, 5, 30: unequal numbers of valid tokens; a replicated dim counts once; every rank shows the value."""
+    """Unequal numbers of valid tokens; a replicated dim counts once; every rank shows the value."""
     case = make_case(
         world_size, (6, 7), mesh=mesh, shards=shards, reduction=reduction, weighted=weighted, ignored=[0, 1]
     )
@@ -71,7 +71,7 @@ def test_targets(platform: str, world_size: int, target_as: str) -> None:
 @pytest.mark.parametrize("ignored", [(0, 1, 2, 3), (4, 5, 6, 7), tuple(range(8))], ids=["first", "second", "all"])
 @reductions
 def test_ranks_without_a_valid_token(platform: str, world_size: int, ignored: tuple[int, ...], reduction: str) -> None:
-    """Case 6: all tokens of one dp rank, or of all, are ignored."""
+    """All tokens of one dp rank, or of all, are ignored."""
     case = make_case(
         world_size, (8, 5), mesh=(2, 2), shards=(0, 1), ignored=ignored, reduction=reduction, weighted=True
     )
@@ -92,7 +92,7 @@ def test_uneven_tokens(platform: str, world_size: int, tokens: int, reduction: s
 @on_groups(4)
 @reductions
 def test_two_token_dims_on_two_mesh_dims(platform: str, world_size: int, reduction: str) -> None:
-    """Case 32: batch on dp, sequence on cp, no class parallelism; and cp with tp."""
+    """Batch on dp, sequence on cp, no class parallelism; and cp with tp."""
     shape = (3, 5, 4)  # N, C, S
     for mesh, shards in (((2, 2, 1), (0, 2, 1)), ((1, 2, 2), (0, 2, 1)), ((2, 1, 2), (0, 2, 1))):
         case = make_case(
@@ -106,7 +106,7 @@ def test_two_token_dims_on_two_mesh_dims(platform: str, world_size: int, reducti
 @on_groups(8)
 @reductions
 def test_three_dims(platform: str, world_size: int, reduction: str) -> None:
-    """Case 32: dp, cp and tp of two ranks each: the mean is over the tokens of dp and cp."""
+    """Dp, cp and tp of two ranks each: the mean is over the tokens of dp and cp."""
     case = make_case(
         world_size, (3, 5, 4), mesh=(2, 2, 2), shards=(0, 2, 1), reduction=reduction, weighted=True, ignored=[0, 5, 6]
     )

@@ -19,14 +19,14 @@ entries = pytest.mark.parametrize("entry", ["function", "decomposed"])
 @on_offers(FLOATS, "dtype")
 @reductions
 def test_dtypes(platform: str, world_size: int, dtype: str, reduction: str) -> None:
-    """Case 52: the loss is fp32 (fp64 for fp64 logits), the gradient has the logits' dtype and is rounded once."""
+    """The loss is fp32 (fp64 for fp64 logits), the gradient has the logits' dtype and is rounded once."""
     check(platform, make_case(world_size, (9, 53), dtype=dtype, reduction=reduction, weighted=True, ignored=[3]))
 
 
 @pytest.mark.contract("G1")
 @on_offers(HALVES, "dtype", 1, 2, 4)
 def test_half_precision_with_many_classes(platform: str, world_size: int, dtype: str) -> None:
-    """Case 50: at 32768 classes the gradient's error is that of one rounding, the loss is right to fp32."""
+    """At 32768 classes the gradient's error is that of one rounding, the loss is right to fp32."""
     check(platform, make_case(world_size, (4, 32768), dtype=dtype, upstream=512.0, reduction="sum"))
 
 
@@ -67,7 +67,7 @@ def test_rows_far_apart(platform: str, world_size: int) -> None:
 @on_groups()
 @entries
 def test_classes_of_minus_infinity(platform: str, world_size: int, entry: str) -> None:
-    """Case 23: masked classes, on one rank's whole shard too; padding with -inf changes nothing."""
+    """Masked classes, on one rank's whole shard too; padding with -inf changes nothing."""
     case = make_case(world_size, (6, 8), reduction="none", weighted=True, ignored=[4], entry=entry)
     logits, target = case.logits.copy(), case.target.copy()
     logits[0, 0] = logits[1, :4] = logits[2, 4:] = logits[3, 1:] = -np.inf
@@ -80,7 +80,7 @@ def test_classes_of_minus_infinity(platform: str, world_size: int, entry: str) -
 @on_groups(2, 3, 4)
 @entries
 def test_vocabulary_padded_with_minus_infinity(platform: str, world_size: int, entry: str) -> None:
-    """Case 23: columns that pad the vocabulary, held at -inf, leave the loss that of the real classes."""
+    """Columns that pad the vocabulary, held at -inf, leave the loss that of the real classes."""
     case = make_case(world_size, (6, 10), ignored=[2], entry=entry)
     padded = np.concatenate([case.logits, np.full((6, 6), -np.inf)], 1)
     wanted = check(platform, case)

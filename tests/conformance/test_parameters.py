@@ -16,7 +16,7 @@ reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 @on_offers(ENTRIES, "entry")
 @reductions
 def test_reduction(platform: str, world_size: int, entry: str, reduction: str) -> None:
-    """Cases 16, 44: loss and gradient are the same at every degree; the logits stay as they were."""
+    """Loss and gradient are the same at every degree; the logits stay as they were."""
     check(platform, make_case(world_size, entry=entry, reduction=reduction))
 
 
@@ -24,7 +24,7 @@ def test_reduction(platform: str, world_size: int, entry: str, reduction: str) -
 @on_offers(ENTRIES, "entry")
 @reductions
 def test_weight_with_an_ignored_token(platform: str, world_size: int, entry: str, reduction: str) -> None:
-    """Case 2: the weighted loss with ignored tokens works, and leaves the caller's target as it was."""
+    """The weighted loss with ignored tokens works, and leaves the caller's target as it was."""
     check(platform, make_case(world_size, entry=entry, reduction=reduction, weighted=True, ignored=[2, 4]))
 
 
@@ -43,7 +43,7 @@ def test_replicated_weight_and_target(platform: str, world_size: int, entry: str
 @pytest.mark.parametrize("ignore_index", [-100, -1, 3, 10, 250, None])
 @pytest.mark.parametrize("entry", ["function", "decomposed"])
 def test_ignore_index(platform: str, world_size: int, ignore_index: int | None, entry: str) -> None:
-    """Case 12: any value, one that is a class too; loss and gradient row of an ignored token are exactly 0."""
+    """Any value, one that is a class too; loss and gradient row of an ignored token are exactly 0."""
     case = make_case(
         world_size, ignore_index=ignore_index, ignored=[1, 5], weighted=True, reduction="none", entry=entry
     )

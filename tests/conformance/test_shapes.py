@@ -34,7 +34,7 @@ def test_shapes(platform: str, world_size: int, shape: tuple[int, ...], reductio
 @entries
 @pytest.mark.parametrize("classes", [1, 2, 3, 4, 5, 6, 9, 13])
 def test_class_counts(platform: str, world_size: int, classes: int, entry: str) -> None:
-    """Cases 27, 28: uneven shards, and ranks without a class; all ranks take part and get the same loss."""
+    """Uneven shards, and ranks without a class; all ranks take part and get the same loss."""
     case = make_case(world_size, (4, classes), ignored=[1], weighted=True, entry=entry)
     check(platform, case)
     check(platform, case.but(reduction="none", upstream=np.array([1.0, 2.0, 3.0, -1.0])))
@@ -51,7 +51,7 @@ def test_empty_shards_in_other_shapes(platform: str, world_size: int, shape: tup
 @pytest.mark.contract("P3")
 @on_groups(4)
 def test_vocabulary_32003(platform: str, world_size: int) -> None:
-    """Case 27: 32003 classes on 4 ranks."""
+    """32003 classes on 4 ranks."""
     check(platform, make_case(world_size, (3, 32003), weighted=True, ignored=[1]))
 
 
@@ -75,7 +75,7 @@ def test_no_tokens(platform: str, world_size: int, shape: tuple[int, ...], reduc
 @entries
 @pytest.mark.parametrize("weighted", [False, True])
 def test_all_tokens_ignored(platform: str, world_size: int, reduction: str, entry: str, weighted: bool) -> None:
-    """Case 6: mean is NaN and sum 0 as in PyTorch, the gradient 0, and the loss is attached to the graph."""
+    """Mean is NaN and sum 0 as in PyTorch, the gradient 0, and the loss is attached to the graph."""
     case = make_case(world_size, (3, 7), reduction=reduction, weighted=weighted, ignored=[0, 1, 2], entry=entry)
     for result in check(platform, case):
         assert not result["grad"].any() and not np.isnan(result["grad"]).any()

@@ -121,7 +121,7 @@ def second_backward(entry: str) -> None:
 @pytest.mark.contract("G1")
 @on_torch
 def test_double_backward(platform: str, world_size: int, entry: str) -> None:
-    """Case 43: the gradient itself is right under create_graph; differentiating it again is refused in words."""
+    """The gradient itself is right under create_graph; differentiating it again is refused in words."""
     run_distributed(double_backward, entry, platform=platform, world_size=world_size)
 
 

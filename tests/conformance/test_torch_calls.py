@@ -27,7 +27,7 @@ def _assert_loss(loss: Any, case: LossCase) -> None:
 @pytest.mark.contract("P1")
 @on_torch
 def test_positions_and_keywords(platform: str, world_size: int) -> None:
-    """Case 46: every position means what it means in PyTorch, and every argument has its name."""
+    """Every position means what it means in PyTorch, and every argument has its name."""
     run_distributed(positions_and_keywords, platform=platform, world_size=world_size)
 
 

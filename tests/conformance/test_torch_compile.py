@@ -126,7 +126,7 @@ def model_and_loss(entry: str) -> None:
 
 @on_torch
 def test_compiled_outside_run_inside(platform: str, world_size: int, entry: str) -> None:
-    """Case 41: compiled by a first call out of the context, then run in it, and out again: the right path each time.
+    """Compiled by a first call out of the context, then run in it, and out again: the right path each time.
 
     Out of the context class-sharded logits of ours are an error; PyTorch's own are PyTorch's affair.
     """

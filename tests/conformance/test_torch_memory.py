@@ -18,7 +18,7 @@ _TOKENS, _CLASSES = 256, 16384
 @pytest.mark.parametrize("entry", ["function", "native_function"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak(platform: str, world_size: int, entry: str, dtype: str) -> None:
-    """Case 53: the forward pass needs a chunk and numbers a token, the backward pass the gradient and a chunk."""
+    """The forward pass needs a chunk and numbers a token, the backward pass the gradient and a chunk."""
     case = make_case(world_size, (_TOKENS, _CLASSES), entry=entry, dtype=dtype)
     size = _TOKENS * _CLASSES // world_size * (4 if dtype == "float32" else 2)
     for forward, backward in run_distributed(peaks, case, platform=platform, world_size=world_size):

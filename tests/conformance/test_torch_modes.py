@@ -13,7 +13,7 @@ from tests.harness import run_distributed, this_rank
 @pytest.mark.contract("G1", "TRAP10")
 @on_torch
 def test_inference_and_no_grad(platform: str, world_size: int, entry: str) -> None:
-    """Case 42: evaluation under inference_mode and no_grad, whichever is entered first."""
+    """Evaluation under inference_mode and no_grad, whichever is entered first."""
     run_distributed(without_gradients, entry, platform=platform, world_size=world_size)
 
 
@@ -85,7 +85,7 @@ def autocast(entry: str) -> None:
 @pytest.mark.contract("TRAP11")
 @on_torch
 def test_logits_used_afterwards(platform: str, world_size: int, entry: str) -> None:
-    """Case 44: whoever uses the logits after the loss sees what they were, and both uses add up in the gradient."""
+    """Whoever uses the logits after the loss sees what they were, and both uses add up in the gradient."""
     run_distributed(used_afterwards, entry, platform=platform, world_size=world_size)
 
 

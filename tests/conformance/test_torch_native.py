@@ -194,7 +194,7 @@ def native_error(wrong: str) -> None:
 @pytest.mark.contract("P1")
 @on_torch
 def test_replicated(platform: str, world_size: int) -> None:
-    """Case 40: replicated native logits, with plain labels too, and plain logits beside a native target."""
+    """Replicated native logits, with plain labels too, and plain logits beside a native target."""
     run_distributed(replicated, platform=platform, world_size=world_size)
 
 

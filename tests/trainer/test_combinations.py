@@ -101,7 +101,7 @@ def check_batches(dp: int, tp: int, contents: list[int], lengths: list[int]) -> 
 
 @pytest.mark.parametrize("platform", ["torch", "mindspore"])
 def test_ranks_of_a_group_must_read_the_same_batch(platform: str) -> None:
-    """Case 41: ranks of one tp group with different batches."""
+    """Ranks of one tp group with different batches."""
     run_distributed(check_batches, 1, 2, [3, 3], [4, 4], platform=platform, world_size=2, timeout=60)
     with pytest.raises(RankError, match=r"ranks 0, 1 raised ValueError: the 2 ranks of a tensor-parallel group"):
         run_distributed(check_batches, 1, 2, [3, 5], [4, 4], platform=platform, world_size=2, timeout=60)
