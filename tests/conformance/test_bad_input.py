@@ -31,7 +31,7 @@ def assert_refused(platform: str, world_size: int, name: str) -> None:
     """Every rank raises what the table says, within the harness's limit of 20 s, and goes on."""
     bad = BAD_CALLS[name]
     if bad.only is not None and platform not in bad.only:
-        pytest.skip(f"{platform} cannot do this")
+        pytest.skip(f"{platform} on CPU has no {name}: the call cannot be made")
     raised: list[Raised] = run_distributed(
         run_bad_call, name, platform=platform, world_size=world_size, expect_error=True
     )
