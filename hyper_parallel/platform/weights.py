@@ -126,6 +126,12 @@ class WeightBackend(ABC):
         """Names of everything in the model that has a shape and no memory."""
 
     @abstractmethod
+    def reshard(self, model: Module) -> None:
+        """Give up what the framework has gathered of parameters that it shards (FSDP2 keeps the last layer's after a
+        forward without backward), so that the model holds its own parts alone. No collective.
+        """
+
+    @abstractmethod
     def empty_on(self, device_type: str) -> Tensor:
         """A tensor without elements on this process's device of that type."""
 

@@ -12,12 +12,12 @@ import numpy as np
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.platform.modules import Module
 from hyper_parallel.platform.weights import BufferPlan, get_weight_backend
-from hyper_parallel.tensor_parallel.byte_runs import spec_runs
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree
 from hyper_parallel.tensor_parallel.checkpoint_files import Checkpoint, StoredTensor, open_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_match import Match, match_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_reader import FileReader, equal_runs
 from hyper_parallel.tensor_parallel.checkpoint_report import LoadReport
+from hyper_parallel.tensor_parallel.data_shards import local_part
 from hyper_parallel.tensor_parallel.groups import resolve_group
 from hyper_parallel.tensor_parallel.model_tensors import (
     ModelTensor,
@@ -49,7 +49,8 @@ def load_hf_checkpoint(
     initialised silently, nothing is unpickled, no file stays mapped.
 
     Args:
-        model: parallelised (or whole, on one rank); on the meta device, or with memory that is overwritten.
+        model: parallelised (or whole, on one rank); on the meta device, or with memory that is overwritten. One that
+            FSDP2 has sharded, too, must have memory.
         path: a directory with ``model.safetensors.index.json`` or ``*.safetensors`` files, or one file.
         keep: patterns (``"score.*"``) of names that are not loaded and keep the values they have.
         skip: patterns of keys of the files that are not loaded.
@@ -120,7 +121,7 @@ class _Plan:
 
     @property
     def view(self) -> list[str]:
-        parts = "\n".join(f"{t.names} {t.spec} {t.dtype}" for t in self.tensors)
+        parts = "\n".join(f"{t.names} {t.cut} {t.dtype}" for t in self.tensors)
         return [f"checkpoint {self.checkpoint.digest[:16]}", f"model {hashlib.sha256(parts.encode()).hexdigest()[:16]}"]
 
     def check(self) -> None:
@@ -155,20 +156,20 @@ def _load_tensor(reader: FileReader, tensor: ModelTensor, stored: StoredTensor, 
     target = tensor.tensor
     if not tensor.has_memory:
         target = backend.allocate(tensor.slots, target, device_type)
-    writer = backend.writer(target)
+    writer = backend.writer(local_part(target))
     size = stored.entry.item_bytes
 
     def put(position: int, block: np.ndarray) -> None:
         writer.put(position // size, block, stored.entry.dtype)
 
-    reader.read(stored, spec_runs(tensor.spec, tensor.rank, size), put)
+    reader.read(stored, tensor.runs(size), put)
     writer.close()
 
 
 def _same_values(first: StoredTensor, second: StoredTensor, tensor: ModelTensor) -> bool:
     if first.entry.shape != tensor.spec.shape:
         return True  # reported as of another shape
-    return equal_runs(first, second, spec_runs(tensor.spec, tensor.rank, first.entry.item_bytes))
+    return equal_runs(first, second, tensor.runs(first.entry.item_bytes))
 
 
 def _patterns(patterns: Sequence[str], name: str) -> Sequence[str]:

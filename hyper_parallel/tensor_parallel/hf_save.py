@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module
 from hyper_parallel.platform.weights import get_weight_backend
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree, say_so_when_alone
 from hyper_parallel.tensor_parallel.checkpoint_files import INDEX_NAME
 from hyper_parallel.tensor_parallel.groups import resolve_group
-from hyper_parallel.tensor_parallel.model_tensors import common_group, device_of, every_rank, model_tensors
+from hyper_parallel.tensor_parallel.holders import place_of
+from hyper_parallel.tensor_parallel.model_tensors import device_of, every_rank, model_tensors
 from hyper_parallel.tensor_parallel.save_plan import PlannedFile, config_text, index_text, plan_files
 from hyper_parallel.tensor_parallel.save_stream import write_files
 
@@ -47,7 +47,8 @@ def save_hf_checkpoint(
     do not belong together (:func:`load_hf_checkpoint` refuses these).
 
     Args:
-        model: parallelised, or whole on one rank. Of data-parallel replicas one writes.
+        model: parallelised, or whole on one rank. Of data-parallel replicas one writes; what FSDP2 has sharded over
+            all ranks that call is put together in the files, and no rank holds the whole.
         path: a directory, which all ranks see; made if it is not there.
         max_shard_bytes: a new file is begun before one gets larger. Several files are written in parallel.
         save_config: write ``config.json`` where the model's config knows its Hugging Face form.
@@ -70,29 +71,30 @@ def save_hf_checkpoint(
     like = get_weight_backend().empty_on(device_of(model))
     directory = Path(os.path.abspath(path))
     leads = ranks.rank == 0
-    plan, own, view, error = None, None, [""], None
+    plan, place, code, view, error = None, None, 0, [""], None
     try:
         tensors = model_tensors(model)
-        own = common_group(tensors)
+        place = place_of(tensors)
+        code = place.code(ranks)
         if type(max_shard_bytes) is not int or max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive integer")
         plan = plan_files(tensors, max_shard_bytes)
-        view = [str(directory), *(f"{t.names} {t.spec} {t.dtype} in {f.name}" for f in plan for t in f.tensors)]
+        view = [str(directory), *(f"{t.names} {t.cut} {t.dtype} in {f.name}" for f in plan for t in f.tensors)]
         if leads:
             _prepare(directory, overwrite)
     except Exception as e:  # whatever it is, the other ranks must hear of it
         error = e
-    first = get_platform().rank() if own is None else own.ranks[0]
     with say_so_when_alone(_WHAT, ranks):
-        numbers = agree(error, view, _WHAT, ranks, like, [secrets.randbits(62), first])
-    assert plan is not None and own is not None
+        numbers = agree(error, view, _WHAT, ranks, like, [secrets.randbits(62), code])
+    assert plan is not None and place is not None
+    holders = place.holders(numbers[:, 1].tolist(), ranks)
     save_id = f"{int(numbers[0, 0]):016x}"
     drafts = [directory / f".{file.name}.{save_id}{_UNFINISHED}" for file in plan]
     try:
         error = None
         try:
-            if own.ranks[0] == numbers[:, 1].min():
-                write_files(plan, drafts, save_id, own, like)
+            if holders.replica == 0:
+                write_files(plan, drafts, save_id, holders, like)
         except Exception as e:
             error = e
         agree(error, [""], f"{_WHAT}: writing", ranks, like)

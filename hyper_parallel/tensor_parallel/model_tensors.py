@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.core.shard_spec import ShardSpec
+from hyper_parallel.core.shard_spec import ShardSpec, chunk_ranges
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.weights import Slot, get_weight_backend
+from hyper_parallel.tensor_parallel.byte_runs import ByteRuns, spec_runs
+from hyper_parallel.tensor_parallel.data_shards import DataPiece, data_piece
 
 __all__ = ["ModelTensor", "common_group", "device_of", "every_rank", "local_buffer_names", "model_tensors"]
 
@@ -22,11 +25,13 @@ class ModelTensor:
     Attributes:
         names: all names it has in the model, several for tied weights; the first one is used in files.
         slots: the modules that hold it.
-        tensor: this rank's part; may have no memory yet.
-        spec: how the whole is cut.
+        tensor: this rank's part; may have no memory yet. Where the framework has sharded it once more (FSDP2), its own
+            distributed tensor.
+        spec: how tensor parallelism cuts the whole.
         rank: this rank's index among those that it is cut over.
         group: these ranks; None when it is whole.
         dtype: as NumPy spells it.
+        piece: what of tensor parallelism's part this data-parallel rank holds; None: all of it.
     """
 
     names: tuple[str, ...]
@@ -36,6 +41,7 @@ class ModelTensor:
     rank: int
     group: Group | None
     dtype: str
+    piece: DataPiece | None = None
 
     @property
     def name(self) -> str:
@@ -47,13 +53,35 @@ class ModelTensor:
         """Whether it has values."""
         return get_module_backend().has_memory(self.tensor)
 
+    @property
+    def cut(self) -> str:
+        """How it is cut, in words that are the same on all ranks."""
+        return str(self.spec) + ("" if self.piece is None else f", over {self.piece.group.size} data-parallel ranks")
+
+    def runs(self, item_bytes: int) -> ByteRuns:
+        """Where the bytes of this rank's part lie in a file, in its own order."""
+        runs = spec_runs(self.spec, self.rank, item_bytes)
+        if self.piece is None:
+            return runs
+        return runs.of_part(*self.byte_range(self.rank, self.piece.group.rank, item_bytes))
+
+    def byte_range(self, rank: int, data_rank: int, item_bytes: int) -> tuple[int, int]:
+        """Of what tensor-parallel rank ``rank`` has, the bytes that ``data_rank`` of its data-parallel ranks holds."""
+        assert self.piece is not None
+        rows, *inner = self.spec.local_shape(rank)
+        start, stop = chunk_ranges(rows, self.piece.group.size)[data_rank]
+        row_bytes = math.prod(inner) * item_bytes
+        return start * row_bytes, stop * row_bytes
+
 
 def model_tensors(model: Module) -> list[ModelTensor]:
-    """In the order of the modules. No collective.
+    """In the order of the modules. No collective. What FSDP2 has gathered for a forward is given up before.
 
     Raises:
-        CheckpointError: a parameter whose marks do not fit each other, or one that another library has sharded.
+        CheckpointError: a parameter whose marks do not fit each other, or one that another library has sharded
+            otherwise than FSDP2 does.
     """
+    get_weight_backend().reshard(model)
     names: dict[int, list[str]] = {}
     slots: dict[int, list[Slot]] = {}
     tensors: dict[int, Tensor] = {}
@@ -119,10 +147,16 @@ def _named_tensors(model: Module) -> Iterator[tuple[str, Slot, Tensor]]:
 
 def _describe(names: tuple[str, ...], slots: tuple[Slot, ...], tensor: Tensor) -> ModelTensor:
     platform = get_platform()
-    if platform.is_native_dtensor(tensor):
+    try:
+        piece = data_piece(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{names[0]}: {error}") from None
+    if piece is not None and piece.dim != 0:
+        raise CheckpointError(f"{names[0]} is sharded on dim {piece.dim} over data-parallel ranks; expected dim 0")
+    if piece is not None and not get_module_backend().has_memory(tensor):
         raise CheckpointError(
-            f"{names[0]} is a distributed tensor of the framework; expected a plain parameter. Read and write "
-            "checkpoints before another library (such as FSDP) shards the model"
+            f"{names[0]} was sharded over data-parallel ranks before it had memory; give it some first "
+            "(materialize, load_hf_checkpoint, or model.to_empty)"
         )
     spec, group = getattr(tensor, "_shard_spec", None), getattr(tensor, "_shard_group", None)
     shape = platform.shape(tensor)
@@ -134,4 +168,4 @@ def _describe(names: tuple[str, ...], slots: tuple[Slot, ...], tensor: Tensor) -
     rank = 0 if group is None else group.rank
     if shape != spec.local_shape(rank):
         raise CheckpointError(f"{names[0]} has shape {shape}, but its cut gives rank {rank} {spec.local_shape(rank)}")
-    return ModelTensor(names, slots, tensor, spec, rank, group, platform.dtype_name(tensor))
+    return ModelTensor(names, slots, tensor, spec, rank, group, platform.dtype_name(tensor), piece)

@@ -20,7 +20,9 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.weights import BlockReader, get_weight_backend
-from hyper_parallel.tensor_parallel.byte_runs import ByteRuns, owned_runs
+from hyper_parallel.tensor_parallel.byte_runs import ByteRuns
+from hyper_parallel.tensor_parallel.data_shards import local_part
+from hyper_parallel.tensor_parallel.holders import Holders
 from hyper_parallel.tensor_parallel.model_tensors import ModelTensor
 from hyper_parallel.tensor_parallel.save_plan import PlannedFile, item_bytes, whole_bytes
 
@@ -46,25 +48,26 @@ _NO_RUNS = ByteRuns(*(np.empty(0, np.int64),) * 3)
 
 
 def write_files(
-    files: Sequence[PlannedFile], paths: Sequence[Path], save_id: str, group: Group, like: Tensor
+    files: Sequence[PlannedFile], paths: Sequence[Path], save_id: str, holders: Holders, like: Tensor
 ) -> None:
-    """Write all files; rank ``i`` writes every ``group.size``-th one from the ``i``-th on.
+    """Write all files; of the ``n`` holders, the ``i``-th writes every ``n``-th one from the ``i``-th on.
 
     Collectives: one all-to-all for each block of the writer that has most; none in a group of one.
 
     Args:
-        files: what to write; tensors that are cut are cut over ``group``.
+        files: what to write.
         paths: where each goes; nothing is there yet.
         save_id: for their headers.
-        group: the ranks that hold the model.
+        holders: the ranks that hold the model, and which of it.
         like: a tensor on the device that they communicate from.
 
     Raises:
         CheckpointError: this rank could not write. The others stop one round later, without an error.
     """
+    group = holders.group
     sequences = [_blocks(files[writer :: group.size]) for writer in range(group.size)]
     own_paths = dict(zip((f.name for f in files), paths))
-    pieces = _Pieces(group)
+    pieces = _Pieces(holders)
     with _Writer(own_paths, save_id) as writer:
         for blocks in zip_longest(*sequences, fillvalue=_NOTHING):
             mine: _Block = blocks[group.rank]
@@ -104,19 +107,19 @@ def _step(tensor: ModelTensor) -> int:
 class _Pieces:
     """Which bytes of a block each rank has, and this rank's."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, holders: Holders) -> None:
+        self._group = holders.group
         self._readers: dict[int, BlockReader] = {}
-        self._owned = lru_cache(maxsize=2 * group.size)(owned_runs)
+        self._owned = lru_cache(maxsize=2 * holders.group.size)(holders.owned_runs)
 
     def runs(self, block: _Block, rank: int, writer: int) -> ByteRuns:
         """What ``rank`` sends to ``writer``. Of a tensor that is not cut every writer has the whole itself."""
-        if block.tensor is None or (block.tensor.spec.dim is None and rank != writer):
+        if block.tensor is None:
             return _NO_RUNS
-        if block.tensor.spec.dim is None:
+        if block.tensor.spec.dim is None and block.tensor.piece is None:
             start, length = np.array([block.start]), np.array([block.stop - block.start])
-            return ByteRuns(np.zeros(1, np.int64), start, length) if length[0] else _NO_RUNS
-        return self._owned(block.tensor.spec, rank, item_bytes(block.tensor)).within(block.start, block.stop)
+            return ByteRuns(np.zeros(1, np.int64), start, length) if length[0] and rank == writer else _NO_RUNS
+        return self._owned(block.tensor, rank).within(block.start, block.stop)
 
     def read(self, block: _Block, writer: int) -> np.ndarray:
         """This rank's bytes of a block, in the order of the file."""
@@ -137,7 +140,7 @@ class _Pieces:
         if id(tensor) not in self._readers:
             while len(self._readers) >= self._group.size:  # as many are in use at once; one may hold a copy
                 self._readers.pop(next(iter(self._readers)))
-            self._readers[id(tensor)] = get_weight_backend().reader(tensor.tensor)
+            self._readers[id(tensor)] = get_weight_backend().reader(local_part(tensor.tensor))
         return self._readers[id(tensor)]
 
 

@@ -13,9 +13,9 @@ from hyper_parallel.platform.modules import Module
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import Learner, TrainingTools
 from hyper_parallel.platform.weights import get_weight_backend
-from hyper_parallel.tensor_parallel.byte_runs import spec_runs
 from hyper_parallel.tensor_parallel.checkpoint_files import StoredTensor, open_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_reader import FileReader
+from hyper_parallel.tensor_parallel.data_shards import local_part
 from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, every_rank, model_tensors
 
 __all__ = ["MODEL_FOLDER", "OPTIMIZER_FOLDER", "TrainedParts", "match_moments", "moment_tensors", "read_moments"]
@@ -71,10 +71,8 @@ def moment_tensors(model: Module, learner: Learner) -> list[ModelTensor]:
             continue
         for kind, values in moments.items():
             moment: Any = values[index]
-            dtype = platform.dtype_name(moment)
-            found.append(
-                ModelTensor((f"{tensor.name}.{kind}",), (), moment, tensor.spec, tensor.rank, tensor.group, dtype)
-            )
+            name, dtype = f"{tensor.name}.{kind}", platform.dtype_name(moment)
+            found.append(replace(tensor, names=(name,), slots=(), tensor=moment, dtype=dtype))
     if places:
         raise CheckpointError(f"the optimizer holds {len(places)} parameters that are not in the model")
     return found
@@ -125,10 +123,10 @@ def read_moments(pairs: Sequence[tuple[ModelTensor, StoredTensor]]) -> None:
 
 
 def _read(reader: FileReader, tensor: ModelTensor, stored: StoredTensor) -> None:
-    writer, entry = get_weight_backend().writer(tensor.tensor), stored.entry
+    writer, entry = get_weight_backend().writer(local_part(tensor.tensor)), stored.entry
 
     def put(position: int, block: Any) -> None:
         writer.put(position // entry.item_bytes, block, entry.dtype)
 
-    reader.read(stored, spec_runs(tensor.spec, tensor.rank, entry.item_bytes), put)
+    reader.read(stored, tensor.runs(entry.item_bytes), put)
     writer.close()

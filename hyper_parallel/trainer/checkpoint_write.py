@@ -17,7 +17,8 @@ from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree, say_so_when_alone
 from hyper_parallel.tensor_parallel.checkpoint_files import INDEX_NAME
-from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, common_group, model_tensors
+from hyper_parallel.tensor_parallel.holders import Holders, place_of
+from hyper_parallel.tensor_parallel.model_tensors import ModelTensor, model_tensors
 from hyper_parallel.tensor_parallel.save_plan import PlannedFile, config_text, index_text, plan_files
 from hyper_parallel.tensor_parallel.save_stream import write_files
 from hyper_parallel.trainer.checkpoint_folder import (
@@ -42,7 +43,8 @@ _LARGEST_FILE = 5 * 10**9
 def write_checkpoint(folder: Path, state: TrainState, parts: TrainedParts, keep: int = 0) -> Path:
     """Write ``folder/step_000123``. Collective over the job.
 
-    Replicas of the model deal out the files among them, and the ranks of a replica deal out theirs again; each writes
+    Replicas of the model deal out the files among them, and the ranks of a replica deal out theirs again (under FSDP2
+    all ranks are one replica); each writes
     its files from the first byte to the last and holds a few blocks of 4 MiB of other ranks' tensors. All is on the
     disk before the folder gets its name by one rename.
 
@@ -81,35 +83,38 @@ class _Writing:
         self._leads = ranks.rank == 0
         self._plans: dict[str, list[PlannedFile]] = {}
         self._tensors: list[ModelTensor] = []
-        self._own = Group((), None, 0)
-        self._replica, self._replicas = 0, 1
+        self._holders = Holders(Group((), None, 0), (), 0, 1)
         self._save_id = ""
         self._draft = folder
 
     def plan(self) -> None:
         """Which file holds which tensor; the first rank makes the folders."""
         error: Exception | None = None
-        view, mark, first = [""], secrets.randbits(62), 0
+        view, mark, code, place = [""], secrets.randbits(62), 0, None
         try:
             self._tensors = model_tensors(self._parts.model)
-            self._own = common_group(self._tensors)
-            first = self._own.ranks[0]
+            place = place_of(self._tensors)
+            code = place.code(self._ranks)
             moments = moment_tensors(self._parts.model, self._parts.learner)
             for name, tensors in ((MODEL_FOLDER, self._tensors), (OPTIMIZER_FOLDER, moments)):
                 self._plans[name] = _deal(tensors, self._ranks.size)
             view = [
                 f"{self._folder} {step_name(self._state.step)}",
-                *(f"{n}/{f.name}: {t.name} {t.spec}" for n, p in self._plans.items() for f in p for t in f.tensors),
+                *(f"{n}/{f.name}: {t.name} {t.cut}" for n, p in self._plans.items() for f in p for t in f.tensors),
             ]
             if self._leads:
                 self._begin(f"{mark:016x}")
         except (OSError, CheckpointError) as e:
             error = _as_checkpoint_error(e, self._folder)
-        numbers = self._agree(error, view, "planning", [mark, first])
+        numbers = self._agree(error, view, "planning", [mark, code])
         self._save_id = f"{int(numbers[0, 0]):016x}"
         self._draft = _draft_path(self._folder, self._state.step, self._save_id)
-        firsts = sorted(set(numbers[:, 1].tolist()))
-        self._replica, self._replicas = firsts.index(first), len(firsts)
+        assert place is not None
+        try:
+            self._holders = place.holders(numbers[:, 1].tolist(), self._ranks)
+        except CheckpointError:
+            self.discard()
+            raise
 
     def _begin(self, save_id: str) -> None:
         final = self._folder / step_name(self._state.step)
@@ -127,9 +132,10 @@ class _Writing:
         try:
             # One call for all: a rank that fails tells the others in it, and none goes on to another one alone.
             everything = [replace(f, name=f"{name}/{f.name}") for name, plan in self._plans.items() for f in plan]
-            files = everything[self._replica :: self._replicas]
-            write_files(files, [self._draft / f.name for f in files], self._save_id, self._own, self._like)
-            for file in files[self._own.rank :: self._own.size]:
+            holders = self._holders
+            files = everything[holders.replica :: holders.replicas]
+            write_files(files, [self._draft / f.name for f in files], self._save_id, holders, self._like)
+            for file in files[holders.group.rank :: holders.group.size]:
                 found = FileFacts.of(self._draft / file.name)
                 facts[file.name] = (found.bytes, found.sha256)
         except (OSError, CheckpointError) as e:

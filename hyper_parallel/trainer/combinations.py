@@ -46,11 +46,6 @@ def _check_backend(options: TrainOptions) -> None:
 
 def _check_parallelism(options: TrainOptions) -> None:
     training, parallelism = options.training, options.parallelism
-    if parallelism.data_parallel == "fsdp" and options.checkpoint.enable:
-        raise ValueError(
-            "checkpoints of parameters that FSDP2 has sharded are not there; use data_parallel 'ddp' or 'replicate', "
-            "or leave checkpoint.enable out"
-        )
     if parallelism.enable_sequence_parallel and options.plan != "auto":
         raise ValueError(f"enable_sequence_parallel goes with plan 'auto', found {options.plan!r}")
     if training.loss == "linear" and parallelism.disable_loss_parallel and parallelism.tp_enabled:

@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hyper_parallel.tensor_parallel.checkpoint_files import open_checkpoint
+from hyper_parallel.tensor_parallel.checkpoint_reader import get_slice
 from hyper_parallel.trainer.command_line import parse_train_options
 from hyper_parallel.trainer.job import run_worker
 from hyper_parallel.trainer.summary import read_losses
@@ -75,6 +78,35 @@ def test_other_numbers_of_ranks_go_on_as_well(degrees: tuple[int, int], root: Pa
     last = root / "whole/checkpoints/step_000004"
     losses = train(root, f"{degrees}", "--checkpoint.resume", str(last), degrees=degrees)
     assert losses == pytest.approx({step: whole[step] for step in (5, 6)}, abs=1e-4)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2)])
+def test_what_fsdp_has_sharded_goes_on(degrees: tuple[int, int], root: Path, whole: dict[int, float]) -> None:
+    """With a validation before each checkpoint, after which FSDP2 would keep the last layer whole; at the same ranks bit
+    by bit, at others and from others within the tolerance; the files are those of any other run.
+    """
+    fsdp = ["--parallelism.data-parallel", "fsdp", "--validation.freq", "2", "--validation.data", str(root / "text")]
+    fsdp += ["--validation.steps", "1"]
+    name = f"fsdp {degrees}"
+    before = train(root, name, *fsdp, *EVERY_2, degrees=degrees)
+    assert before == pytest.approx(whole, abs=1e-4) and steps_in(root, name) == [2, 4, 6]
+    own = ["--checkpoint.resume", str(root / name / "checkpoints/step_000004")]
+    last = {step: whole[step] for step in (5, 6)}
+    assert train(root, f"{name} after", *fsdp, *own, degrees=degrees) == {step: before[step] for step in (5, 6)}
+    assert train(root, f"{name} to tp", *own) == pytest.approx(last, abs=1e-4)
+    theirs = ["--checkpoint.resume", str(root / "whole/checkpoints/step_000004")]
+    assert train(root, f"to {name}", *fsdp, *theirs, degrees=degrees) == pytest.approx(last, abs=1e-4)
+    for kind in ("model", "optimizer"):
+        found, expected = (tensors_of(root / run / "checkpoints/step_000006" / kind) for run in (name, "whole"))
+        assert found.keys() == expected.keys()
+        assert all(np.abs(found[key] - expected[key]).max() < 1e-3 for key in expected)
+    index = json.loads((root / name / "checkpoints/step_000004/model/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1, "all tensors were written by one rank"
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    checkpoint = open_checkpoint(folder)
+    return {key: get_slice(checkpoint, key)[...] for key in checkpoint.tensors}
 
 
 def losses_with_chance(arguments: list[str]) -> dict[int, float]:

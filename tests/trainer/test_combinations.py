@@ -10,7 +10,6 @@ import pytest
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.core.device_mesh import init_device_mesh
-from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 from hyper_parallel.trainer.data import Batch
 from hyper_parallel.trainer.options import TrainingOptions, TrainOptions, ValidationOptions
 from hyper_parallel.trainer.same_batch import check_same_batch
@@ -30,13 +29,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
             "parallelism": ParallelismConfig(tensor_parallel_degree=2, disable_loss_parallel=True),
         },
         "training.loss 'linear' shares the classes",
-    ),
-    "checkpoints of FSDP": (
-        {
-            "checkpoint": CheckpointOptions(enable=True),
-            "parallelism": ParallelismConfig(data_parallel_degree=2, data_parallel="fsdp"),
-        },
-        "checkpoints of parameters that FSDP2 has sharded are not there",
     ),
     "batch": (
         {

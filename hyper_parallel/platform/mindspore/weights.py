@@ -78,6 +78,9 @@ class MindSporeWeightBackend(WeightBackend):
             if tensor is not None and is_deferred(tensor)
         ]
 
+    def reshard(self, model: nn.Cell) -> None:
+        """Nothing: the framework shards no parameters of a PyNative model."""
+
     def empty_on(self, device_type: str) -> Tensor:
         return _empty((0,), mindspore.float32, device_type)
 

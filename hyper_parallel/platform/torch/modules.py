@@ -45,7 +45,7 @@ class TorchModuleBackend(ModuleBackend):
 
     def describe(self, module: nn.Module) -> LayerFacts:
         kind = type(module)
-        name, forward = kind.__name__, kind.forward
+        name, forward = _own_class(kind).__name__, kind.forward
         if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
             return LayerFacts(
                 "linear", name, module.in_features, module.out_features, has_bias=module.bias is not None
@@ -182,6 +182,11 @@ def _scale_of(kind: type) -> str | None:
     """Embeddings of transformers whose forward is ``super().forward(ids) * self.embed_scale``."""
     named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")
     return "embed_scale" if named else None
+
+
+def _own_class(kind: type) -> type:
+    """The class of the model's own code: FSDP2 puts one of its own before it."""
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
 
 
 def _is_conv1d(kind: type) -> bool:

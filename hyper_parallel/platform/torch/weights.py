@@ -61,6 +61,12 @@ class TorchWeightBackend(WeightBackend):
             if tensor is not None and tensor.is_meta
         ]
 
+    def reshard(self, model: nn.Module) -> None:
+        for module in model.modules():
+            # found by name, because importing FSDP takes long where nobody uses it
+            if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+                module.reshard()  # type: ignore[operator]
+
     def empty_on(self, device_type: str) -> Tensor:
         return torch.empty(0, device=_device(device_type))
 
