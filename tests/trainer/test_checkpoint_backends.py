@@ -46,6 +46,7 @@ def test_pytorch_goes_on_where_mindspore_stopped(root: Path, whole: dict[int, fl
 
 
 def test_mindspore_goes_on_where_pytorch_stopped(root: Path) -> None:
-    whole = train(root, "torch", *EVERY_2, platform="torch", degrees=(1, 1))
+    sharded = ["--parallelism.data-parallel", "fsdp"]
+    whole = train(root, "torch", *EVERY_2, *sharded, platform="torch", degrees=(2, 1))
     losses = after_4(root, "torch", "to mindspore", "mindspore", (1, 2))
     assert losses == pytest.approx({step: whole[step] for step in (5, 6)}, abs=1e-4)

@@ -22,7 +22,7 @@ IDS = [[1, 2, 3, 250, 256, 0, 77, 8]]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     write_text(folder / "text")
-    train(folder, "run", *EVERY_2)
+    train(folder, "run", *EVERY_2, "--parallelism.data-parallel", "fsdp", degrees=(2, 1))
     return folder
 
 

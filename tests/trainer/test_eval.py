@@ -101,7 +101,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path) -> None:
     more = ["--checkpoint.enable", "--validation.data", str(text), "--validation.freq", "4", "--output", str(tmp_path)]
-    trained = train(text, 1, 2, *more)
+    trained = train(text, 2, 1, *more, "--parallelism.data-parallel", "fsdp")
     results = {}
     for name, degrees in {
         "tp 1": [],
