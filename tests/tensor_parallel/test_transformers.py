@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,7 +199,7 @@ def test_gradient_checkpointing() -> None:
         assert worst < TOLERANCE, where
 
 
-def with_data_parallel(kind: str, how: str) -> float:
+def with_data_parallel(kind: str, how: str, folder: str) -> float:
     """2 x 2 ranks: the worst error of a gradient after DDP or FSDP2 over the other mesh dim."""
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -221,13 +222,33 @@ def with_data_parallel(kind: str, how: str) -> float:
     with loss_parallel():
         outer(own, labels=own).loss.backward()
     grads = [p.grad.full_tensor() if how == "fsdp2" else p.grad for p in model.parameters()]
+    check_files(model, reference, f"{folder}/{kind}")
     return max(float((a - b).abs().amax() / b.abs().amax().clamp(min=1e-3)) for a, b in zip(grads, parts))
 
 
+def check_files(model: Any, reference: Any, folder: str) -> None:
+    """What ranks write together is the model of one device, and what they read of it again is what each had."""
+    import torch
+    from safetensors.torch import load_file
+
+    from hyper_parallel import load_hf_checkpoint, save_hf_checkpoint
+
+    before = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+    names = save_hf_checkpoint(model, folder, max_shard_bytes=20000)
+    stored = {key: value for name in names for key, value in load_file(f"{folder}/{name}").items()}
+    expected = {name: p for name, p in reference.named_parameters()}
+    assert stored.keys() == expected.keys() and all(torch.equal(stored[n], p) for n, p in expected.items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_hf_checkpoint(model, folder)
+    assert all(torch.equal(getattr(p, "_local_tensor", p), b) for p, b in zip(model.parameters(), before))
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_with_data_parallel(how: str) -> None:
+def test_with_data_parallel(how: str, tmp_path: Path) -> None:
     for kind in ("qwen3", "gpt2"):
-        found = run_distributed(with_data_parallel, kind, how, world_size=4, timeout=120.0)
+        found = run_distributed(with_data_parallel, kind, how, str(tmp_path), world_size=4, timeout=120.0)
         assert max(found) < TOLERANCE
 
 
