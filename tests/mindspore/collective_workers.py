@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
+import mindspore
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 from mindspore.common import np_dtype
 
 from hyper_parallel import get_platform
 from hyper_parallel.platform import Group
 from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
-from hyper_parallel.platform.mindspore import collectives
+from hyper_parallel.platform.mindspore import _communicator, collectives, shared_linear
 from hyper_parallel.platform.mindspore._host import to_bits
+from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
 from tests.mindspore.op_checks import mesh_of
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")
@@ -164,6 +167,61 @@ def extreme_values() -> None:
     odd = np.array([np.inf, -np.inf, np.nan, 1e-42, 3.4e38], np.float32)
     gathered = collectives.all_gather(Tensor(odd), group).asnumpy()
     assert np.array_equal(gathered, np.stack([odd] * group.size), equal_nan=True)
+
+
+def column_layer() -> tuple[ColumnParallelLinear, np.ndarray, tuple[slice, ...]]:
+    """A layer, its whole weight, and what this rank holds of that."""
+    layer = ColumnParallelLinear(6, 5, group=mesh_of((get_platform().world_size(),)))
+    weight = np.random.default_rng(1).standard_normal((5, 6)).astype(np.float32)
+    part = layer.rule.cuts["weight"].slices(layer.group.rank)[0]
+    layer.weight.set_data(Tensor(weight[part]))
+    layer.bias.set_data(ops.zeros_like(layer.bias))
+    return layer, weight, part
+
+
+def second_derivative() -> float:
+    """Of ``sum(d sum(y^2) / dx)^2`` with ``y = x W^T``, which is ``8 x (W^T W)^2``: the worst relative error."""
+    layer, weight, _ = column_layer()
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    first = mindspore.grad(lambda x: ops.sum(layer(x) ** 2))
+    found = mindspore.grad(lambda x: ops.sum(first(x) ** 2))(Tensor(x)).asnumpy()
+    square = weight.T.astype(np.float64) @ weight
+    right = 8 * x @ square @ square
+    return float(np.abs(found - right).max() / np.abs(right).max())
+
+
+def order_of_backward() -> tuple[list[str], float]:
+    """A column-parallel layer on the native route, by MindSpore's own asynchronous sum, which its CPU backend has too.
+
+    What backward does, in order, and how far the gradients are from the right ones.
+    """
+    layer, weight, part = column_layer()
+    rng = np.random.default_rng(0)
+    x, upstream = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 6), (2, 3, 5)))
+    own = Tensor(np.ascontiguousarray(upstream[..., part[0]]))
+    events: list[str] = []
+
+    def noted(event: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            result = function(*args, **kwargs)
+            return Mock(wait=noted("wait", result.wait)) if event == "start" else result
+
+        return run
+
+    def loss(x: Tensor) -> Tensor:
+        return ops.sum(layer(x) * own)
+
+    with (
+        patch.object(layer.group.handle, "native", True),
+        patch.object(_communicator, "all_reduce", noted("start", _communicator.all_reduce)),
+        patch.object(shared_linear, "_of_weight", noted("weight", shared_linear._of_weight)),
+    ):
+        of_x, of_parameters = mindspore.value_and_grad(loss, 0, [layer.weight, layer.bias])(Tensor(x))[1]
+    flat = upstream.reshape(-1, 5)
+    right = (upstream @ weight, (flat.T @ x.reshape(-1, 6))[part], flat.sum(0)[part[0]])
+    found = (of_x, *of_parameters)
+    return events, max(float(np.abs(f.asnumpy() - r).max()) for f, r in zip(found, right, strict=True))
 
 
 def creation() -> tuple[list[int], list[int]]:

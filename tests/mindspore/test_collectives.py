@@ -28,6 +28,17 @@ def test_native(dtype: str, mesh: tuple[int, ...], size: int) -> None:
     assert calls == [expected] * size
 
 
+@pytest.mark.contract("T1")
+def test_the_sum_overlaps_the_gradient_of_the_weight() -> None:
+    """Started before the weight's gradient is computed, waited for afterwards."""
+    for events, error in run("collective_workers", "order_of_backward", world_size=2):
+        assert events == ["start", "weight", "wait"] and error < 1e-5
+
+
+def test_the_overlapped_layer_can_be_differentiated_twice() -> None:
+    assert max(run("collective_workers", "second_derivative", world_size=2)) < 1e-5
+
+
 def test_extreme_values() -> None:
     run("collective_workers", "extreme_values", world_size=2)
 

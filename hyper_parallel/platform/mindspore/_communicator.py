@@ -8,6 +8,7 @@ from typing import Any
 import mindspore
 from mindspore import communication, ops
 from mindspore.communication import GlobalComm
+from mindspore.mint.distributed import all_reduce
 
 __all__ = ["Communicator", "create_communicator", "is_initialized"]
 
@@ -23,6 +24,10 @@ class Communicator:
         self.native = mindspore.get_context("device_target") != "CPU"
         """Whether the device has all operators on sub-groups. MindSpore's CPU backend has AllReduce(sum) alone."""
         self._operators: dict[tuple[Any, ...], Any] = {}
+
+    def start_sum(self, x: Any) -> Any:
+        """Sum ``x`` over the group, in its own memory and asynchronously; returns the handle to wait for."""
+        return all_reduce(x, "sum", self.name, async_op=True)
 
     def operator(self, kind: str, *arguments: Any) -> Any:
         """``mindspore.ops.<kind>(*arguments, group=name)``; making one costs more than calling it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mindspore
 import numpy as np
@@ -17,6 +17,7 @@ __all__ = [
     "all_to_all_uneven",
     "broadcast",
     "reduce_scatter_uneven",
+    "start_sum",
 ]
 
 
@@ -25,6 +26,19 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     with _no_grad():
         wire = x.astype(mindspore.int32) if x.dtype == mindspore.bool_ else x
         return group.handle.operator("AllReduce", op)(wire.contiguous()).astype(x.dtype)
+
+
+def start_sum(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """One asynchronous AllReduce in the memory of ``x``; calling the result waits for it."""
+    with _no_grad():
+        own = x.contiguous()
+        work = group.handle.start_sum(own)
+
+    def wait() -> Tensor:
+        work.wait()
+        return own
+
+    return wait
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

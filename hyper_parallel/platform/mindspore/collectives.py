@@ -6,7 +6,7 @@ emulation on ``AllReduce(sum)``, the one operator that the CPU backend has there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindspore import Tensor, _no_grad
 
@@ -23,6 +23,7 @@ __all__ = [
     "broadcast",
     "copy",
     "reduce_scatter_uneven",
+    "start_sum",
 ]
 
 # MindSpore differentiates its own communication operators (AllReduce to another AllReduce), which gives gradients times
@@ -34,6 +35,14 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     if group.size == 1 or x.size == 0:
         return copy(x)
     return native.all_reduce(x, op, group) if group.handle.native else emulated.all_reduce(x, op, group)
+
+
+def start_sum(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start the sum over the group of ``x``, which nobody may use any more; calling the result waits for it."""
+    if group.size > 1 and x.size and group.handle.native:
+        return native.start_sum(x, group)
+    total = all_reduce(x, "sum", group)
+    return lambda: total
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
