@@ -7,6 +7,7 @@ Run it on one process, on two that share the layers, or on four, of which two sh
     torchrun --nproc-per-node 4 examples/train_own_model.py
 """
 
+import argparse
 import os
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def later_tokens_count_more(logits: Tensor, labels: Tensor, global_valid_tokens:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     tensor_parallel = min(ranks, 2)
     options = TrainOptions(

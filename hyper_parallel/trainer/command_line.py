@@ -13,6 +13,7 @@ import tyro
 import yaml
 
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.output_folder import with_open_output
 
 __all__ = ["UsageError", "parse_options", "parse_train_options", "read_options_file"]
 
@@ -42,7 +43,7 @@ def parse_options(kind: type[Options], command: str, arguments: Sequence[str]) -
     return tyro.cli(
         kind,
         args=rest,
-        default=defaults,
+        default=with_open_output(defaults),
         prog=f"hyper-parallel {command}",
         description=f"{kind.__doc__} Options may also come from a YAML file as the first argument.",
     )
@@ -57,6 +58,11 @@ def read_options_file(path: Path, kind: type[Options] = TrainOptions) -> Options
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except IsADirectoryError:
+        raise UsageError(
+            f"{path} is a folder; expected a YAML file of options. A checkpoint, or the folder of a run, goes to "
+            "train as --checkpoint.resume, to eval as --weights or in this place"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read options from {path}: {error}") from None
     content = {} if content is None else content

@@ -33,6 +33,10 @@ class CompareOptions(TrainOptions):
     """Train as the command ``train`` does, then the same with one process; report the largest differences between the
     losses, and between the norms of the gradients, of the same step."""
 
+    output: Path = Path("outputs/compare_{backend}")
+    """Where metrics and logs of both runs are written; those of an earlier comparison are replaced. ``{backend}`` stands
+    for the name of the framework."""
+
     tolerance: float | None = None
     """Fail with exit status 1 when a loss differs by more than this; None: only report."""
 

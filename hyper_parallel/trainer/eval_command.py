@@ -24,6 +24,7 @@ from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.launch_environment import is_worker
 from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.train_command import run_reporting
 from hyper_parallel.trainer.validation import Validation
 from hyper_parallel.trainer.worker import run_guarded
@@ -49,17 +50,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments and not arguments[0].startswith("-") and Path(arguments[0]).is_dir():
+        arguments = ["--weights", *arguments]  # no options file: what people give first is what to evaluate
     options = parse_options(EvalOptions, "eval", arguments)
     source = _find(options)
     if is_worker(os.environ):
         return run_guarded(lambda: _work(options, source))
-    degrees = options.parallelism
-    needed = degrees.data_parallel_degree * degrees.tensor_parallel_degree
-    if needed != options.nproc:
-        raise UsageError(
-            f"data_parallel_degree ({degrees.data_parallel_degree}) * tensor_parallel_degree "
-            f"({degrees.tensor_parallel_degree}) = {needed} must equal nproc ({options.nproc})"
-        )
+    check_processes(options.parallelism, options.nproc)
     try:
         open_text(source.options)
     except (OSError, ValueError) as error:
@@ -73,7 +70,10 @@ def _find(options: EvalOptions) -> _Source:
     """The folder of the weights, with the sizes that its config says and the tokenizer that belongs to it."""
     path, text = options.weights, options.text
     if path is None:
-        raise UsageError("eval needs --weights: a Hugging Face folder, a checkpoint of training, or a run's folder")
+        raise UsageError(
+            "eval needs a Hugging Face folder, a checkpoint of training, or a run's folder: hyper-parallel eval FOLDER, "
+            "or --weights FOLDER"
+        )
     try:
         if (path / _CONFIG).is_file():
             folder = path

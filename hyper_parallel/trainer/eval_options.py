@@ -11,6 +11,7 @@ from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.platform import default_backend
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
+from hyper_parallel.trainer.output_folder import settle_output
 
 __all__ = ["EvalOptions"]
 
@@ -26,8 +27,8 @@ class EvalOptions:
     data: Path | None = None
     """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
 
-    output: Path = Path("outputs/eval")
-    """Where ``eval.json`` and logs are written."""
+    output: Path = Path("outputs/eval_{backend}")
+    """Where ``eval.json`` and logs are written. ``{backend}`` stands for the name of the framework."""
 
     nproc: int = 1
     """Local worker processes to start. Ignored under torchrun and its like, which have started them."""
@@ -69,6 +70,7 @@ class EvalOptions:
                 f"evaluation has no gradients to sum; expected data_parallel 'replicate', "
                 f"found {self.parallelism.data_parallel!r}"
             )
+        settle_output(self)
         self.as_training(LlamaConfig(), self.text)
 
     def as_training(self, model: LlamaConfig, text: TextOptions) -> TrainOptions:

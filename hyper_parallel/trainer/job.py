@@ -11,6 +11,7 @@ from hyper_parallel.core.device_mesh import DeviceMesh, init_device_mesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.trainer.checkpoint import Checkpointer
 from hyper_parallel.trainer.checkpoint_tensors import TrainedParts
+from hyper_parallel.trainer.completed import completed_run, describe_completed
 from hyper_parallel.trainer.data import PackedText
 from hyper_parallel.trainer.loss import LossFunction
 from hyper_parallel.trainer.metrics import MetricsLog
@@ -34,7 +35,8 @@ def run_worker(
     """Train as one rank of the job that the environment describes; collective over all of its processes.
 
     Rank 0 writes ``metrics.jsonl`` (a line per step) and ``summary.json`` into ``options.output``. The process group
-    stays open.
+    stays open. A job that goes on from the checkpoint of its last step says so, changes nothing, and returns the summary
+    that is there.
 
     Args:
         options: what to train, and how.
@@ -50,6 +52,8 @@ def run_worker(
     degrees = options.parallelism
     shape = (degrees.data_parallel_degree, degrees.tensor_parallel_degree)
     mesh = init_device_mesh(options.device, shape, mesh_dim_names=("dp", "tp"))
+    if (done := _completed(mesh, options)) is not None:
+        return done
     training = options.training
     text, held_out = open_texts(options)
     _check_agreement(mesh, options, text)
@@ -76,7 +80,9 @@ def run_worker(
         finally:
             log.close()
         if not log.last:
-            raise ValueError(f"nothing to train: the checkpoint is of step {start}, and steps is {options.steps}")
+            raise ValueError(
+                f"nothing to train: the checkpoint is of step {start} of {options.steps}; raise steps to go on from it"
+            )
     summary = RunSummary(
         steps=result.steps,
         interrupted=result.interrupted,
@@ -95,6 +101,20 @@ def run_worker(
     if platform.rank() == 0:
         summary.write(options.output)
     return summary
+
+
+def _completed(mesh: DeviceMesh, options: TrainOptions) -> RunSummary | None:
+    """The summary of a job that has nothing left to do, when all ranks see that."""
+    platform = get_platform()
+    found = completed_run(options)
+    seen = platform.from_numpy(np.array([found is not None], np.int64))
+    for dim in range(mesh.ndim):
+        seen = platform.all_gather(seen, mesh.get_group(dim))
+    if not platform.to_numpy(seen).all():
+        return None
+    if platform.rank() == 0:
+        print(describe_completed(options), flush=True)
+    return found
 
 
 def _check_agreement(mesh: DeviceMesh, options: TrainOptions, text: PackedText) -> None:

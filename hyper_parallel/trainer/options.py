@@ -13,6 +13,7 @@ from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 from hyper_parallel.trainer.combinations import check_combination
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.metrics_options import MetricsOptions
+from hyper_parallel.trainer.output_folder import settle_output
 
 __all__ = ["OptimizerOptions", "TrainOptions", "TrainingOptions", "ValidationOptions"]
 
@@ -125,8 +126,9 @@ class TrainOptions:
     data: Path | None = None
     """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
 
-    output: Path = Path("outputs/llama_bytes")
-    """Where metrics and logs are written; those of an earlier run are replaced."""
+    output: Path = Path("outputs/llama_bytes_{backend}")
+    """Where metrics and logs are written; those of an earlier run are replaced. ``{backend}`` stands for the name of the
+    framework."""
 
     steps: int = 400
     """Optimizer steps."""
@@ -160,6 +162,7 @@ class TrainOptions:
         _at_least("steps", self.steps, 1)
         _at_least("nproc", self.nproc, 1)
         _at_least("seed", self.seed, 0)
+        settle_output(self)
         check_combination(self)
 
 

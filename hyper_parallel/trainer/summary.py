@@ -48,6 +48,9 @@ class RunSummary:
     validation_loss: float | None = None
     """The last one; None without validation."""
 
+    found_complete: bool = False
+    """Whether the job had nothing left to do, and this is what it had written before."""
+
     @property
     def processes(self) -> int:
         """Ranks of the job."""
@@ -71,7 +74,9 @@ class RunSummary:
 
     def write(self, folder: Path) -> None:
         """Into the folder of a run."""
-        content = json.dumps(asdict(self), indent=2) + "\n"
+        facts = asdict(self)
+        del facts["found_complete"]  # of the call, not of the run
+        content = json.dumps(facts, indent=2) + "\n"
         (folder / SUMMARY_FILE).write_text(content, encoding="utf-8")
 
     @classmethod

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
+from hyper_parallel.trainer.completed import completed_run, describe_completed
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.report import describe_run, missing_packages
 from hyper_parallel.trainer.summary import RunSummary
 from hyper_parallel.trainer.validation_text import open_texts
@@ -30,6 +32,9 @@ def _run(arguments: Sequence[str]) -> int:
     options = parse_train_options(arguments)
     if is_worker(os.environ):
         return run_guarded(lambda: train_as_rank(options, _report))
+    if completed_run(options) is not None:
+        print(describe_completed(options), flush=True)
+        return 0
     check(options)
     launch("train", options, arguments)
     _report(options, RunSummary.read(options.output))
@@ -37,6 +42,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _report(options: TrainOptions, summary: RunSummary) -> None:
+    if summary.found_complete:
+        return  # said so itself
     print(f"\n{describe_run(options, summary)}", flush=True)
 
 
@@ -68,13 +75,7 @@ def check(options: TrainOptions) -> None:
     Raises:
         UsageError: degrees and processes, the text, or the installed packages do not fit.
     """
-    degrees = options.parallelism
-    needed = degrees.data_parallel_degree * degrees.tensor_parallel_degree
-    if needed != options.nproc:
-        raise UsageError(
-            f"data_parallel_degree ({degrees.data_parallel_degree}) * tensor_parallel_degree "
-            f"({degrees.tensor_parallel_degree}) = {needed} must equal nproc ({options.nproc})"
-        )
+    check_processes(options.parallelism, options.nproc)
     if missing := missing_packages(options):
         raise UsageError(missing)
     try:

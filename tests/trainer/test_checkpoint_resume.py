@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hyper_parallel.cli import main
 from hyper_parallel.tensor_parallel.checkpoint_files import open_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_reader import get_slice
 from hyper_parallel.trainer.command_line import parse_train_options
@@ -153,7 +154,19 @@ def test_a_run_goes_on_by_itself_and_keeps_its_metrics(root: Path, whole: dict[i
     assert train(root, "again", *EVERY_2) == whole
     assert steps_logged(root, "again") == ALL and steps_in(root, "again") == [2, 4, 6]
     assert not [p for p in (root / "again/checkpoints").iterdir() if p.name.startswith(".")]
-    assert train(root, "again", *EVERY_2) == whole  # nothing left to do
+
+
+def test_a_complete_run_is_left_as_it_is(root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]) -> None:
+    def contents() -> dict[str, tuple[int, bytes]]:
+        files = [p for p in (root / "whole").rglob("*") if p.is_file()]
+        return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
+
+    before = contents()
+    assert train(root, "whole", *EVERY_2) == whole  # as under torchrun
+    assert main(["train", *arguments_of(root, "whole", *EVERY_2), "--nproc", "2"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(f"the job in {root / 'whole'} is complete: step 6 of 6; nothing was done\nto go on, raise ")
+    assert contents() == before
 
 
 def test_the_last_k_are_kept(root: Path) -> None:

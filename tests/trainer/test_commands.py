@@ -107,7 +107,12 @@ SMALL = ["--training.batch-size", "2", "--training.sequence-length", "8", "--out
         ('{"text": "abc"}\n', [], "5 tokens of text give 0 windows of 8; a batch needs 2: use more text,"),
         ('{"text": "abc"}\n', ["--model.vocab-size", "100"], "token id 257, but vocab_size is 100"),
         ('{"text": "abc"}\n', ["--text.tokenizer", "nowhere.json"], "cannot read a tokenizer from nowhere.json"),
-        ('{"text": "abc"}\n', ["--nproc", "3"], "tensor_parallel_degree (2) = 2 must equal nproc (3)"),
+        ('{"text": "abc"}\n', ["--nproc", "3"], "(2) = 2 must equal nproc (3): set --nproc 2, or --parallelism.t"),
+        (
+            '{"text": "abc"}\n',
+            ["--nproc", "4"],
+            "--nproc 2, or --parallelism.data-parallel-degree 2, or --parallelism.tensor-parallel-degree 4",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "compare"])
@@ -146,6 +151,21 @@ def test_what_cannot_be_compared_is_told(
 ) -> None:
     Path("data.txt").write_text("some text " * 20)
     assert cli.main(["compare", "--data", "data.txt", *SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("train", 2, "run is a folder; expected a YAML file of options. A checkpoint, or the folder of a run, goes to"),
+        ("eval", 2, "cannot evaluate run: no checkpoint at run: expected a folder with manifest.json"),
+    ],
+)
+def test_a_folder_in_the_place_of_an_options_file(
+    command: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    assert cli.main([command, "run"]) == status
     assert message in capsys.readouterr().err
 
 

@@ -108,7 +108,7 @@ def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path)
         "tp 2": ["--nproc", "2", "--parallelism.tensor-parallel-degree", "2"],
     }.items():
         output = tmp_path / name
-        options = ["--weights", str(tmp_path), "--data", str(text), "--output", str(output)]
+        options = [*(["--weights"] if degrees else []), str(tmp_path), "--data", str(text), "--output", str(output)]
         options += ["--batch-size", "4", "--sequence-length", "32", *degrees]
         done = run_cli("eval", *options)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -122,7 +122,7 @@ def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "eval needs --weights"),
+        ([], "eval needs a Hugging Face folder, a checkpoint of training, or a run"),
         (["--weights", "/nowhere/at/all"], "cannot evaluate /nowhere/at/all: no checkpoint"),
     ],
 )

@@ -48,7 +48,7 @@ def test_every_options_file_trains(name: str, tmp_path: Path) -> None:
         train_here, arguments, platform=options.backend, world_size=options.nproc, timeout=60
     )[0]  # fmt: skip
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]
-    assert str(options.output) == f"outputs/{path.stem}"
+    assert str(options.output) == f"outputs/{path.stem}_torch"
 
 
 @pytest.mark.platform("torch")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel import cli
-from hyper_parallel.trainer.command_line import UsageError, parse_train_options
+from hyper_parallel.trainer.command_line import UsageError, parse_options, parse_train_options
+from hyper_parallel.trainer.compare_command import CompareOptions
+from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.schedule import warmup_cosine
 
@@ -33,6 +35,21 @@ def test_the_file_goes_before_the_defaults_and_the_command_line_before_the_file(
     assert options.text.document_masks and options.optimizer.lr == 1e-4
     assert options.parallelism.disable_loss_parallel and not options.parallelism.loss_parallel_strict_mesh
     assert options.parallelism.tensor_parallel_degree == 2 and options.training == TrainOptions().training
+
+
+def test_backends_and_commands_write_into_folders_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("output: runs/{backend}/job\n")
+    mindspore = ["--backend", "mindspore"]
+    for kind, command, name in (
+        (TrainOptions, "train", "llama_bytes"),
+        (CompareOptions, "compare", "compare"),
+        (EvalOptions, "eval", "eval"),
+    ):
+        assert str(parse_options(kind, command, []).output) == f"outputs/{name}_torch"
+        assert str(parse_options(kind, command, mindspore).output) == f"outputs/{name}_mindspore"
+        assert str(parse_options(kind, command, [*mindspore, "--output", "here"]).output) == "here"
+    assert str(parse_train_options([str(path), *mindspore]).output) == "runs/mindspore/job"
 
 
 def test_a_home_folder_in_the_file_is_the_one_that_a_shell_means(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.summary import read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.platform("torch")
+def test_the_example_says_what_it_is() -> None:
+    script = [sys.executable, str(ROOT / "examples" / "train_own_model.py"), "--help"]
+    said = subprocess.run(script, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0 and "A model and a loss of one's own in the trainer" in said.stdout
 
 
 @pytest.mark.platform("torch")
