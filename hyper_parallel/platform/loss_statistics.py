@@ -1,10 +1,11 @@
 """What the ranks tell each other about each token's logits, and in how many collectives; the same for all backends.
 
-For the plain loss each rank sends two numbers a token. From a rank without the target's class these are the largest
-logit m and ``log sum_exp``. The rank that has the class sends its logit ``x_y`` and ``lse_local - x_y``: everybody
-knows who that is, so the place of m is free for ``x_y``, and the loss is a log-sum-exp of numbers relative to ``x_y``,
-as exact as one relative to the maximum. Where ``lse_local - x_y`` is large its own rounding would show in the other
-ranks' gradients; everybody sees that in what was gathered, and all gather m, sum_exp and ``x_y`` instead.
+For the plain loss each rank sends two numbers a token. From a rank without the target's class these are its reference m
+(its largest logit, say) and ``log sum_exp``. The rank that has the class sends its logit ``x_y`` and
+``lse_local - x_y``: everybody knows who that is, so the place of m is free for ``x_y``, and the loss is a log-sum-exp
+of numbers relative to ``x_y``, as exact as one relative to the largest. Where ``lse_local - x_y`` is large its own
+rounding would show in the other ranks' gradients; everybody sees that in what was gathered, and all gather m, sum_exp
+and ``x_y`` instead.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ Vector = TypeVar("Vector")
 class ShardStatistics(Generic[Vector]):
     """Per token, over the classes of one rank; -inf and zeros where it has none."""
 
-    maximum: Vector
+    reference: Vector
+    """The largest logit, or another number as near to the log-sum-exp: what the others are taken relative to."""
     sum_exp: Vector
-    """``sum_c exp(x_c - maximum)``."""
+    """``sum_c exp(x_c - reference)``."""
     target_logit: Vector | None = None
     """``x_y``; 0 where another rank holds the target's class."""
     shortfall: Vector | None = None
-    """For smoothing: ``sum_c w_c (a - x_c)``, where a is the maximum, or 0 for a maximum of -inf."""
+    """For smoothing: ``sum_c w_c (a - x_c)``, where a is the reference, or 0 for one of -inf."""
     weight_sum: Vector | None = None
     """For smoothing: ``sum_c w_c``, one number."""
     mean: Vector | None = None
@@ -64,13 +66,13 @@ class ShardStatistics(Generic[Vector]):
     @property
     def vectors(self) -> list[Vector]:
         """Those with one number a token that are there, in the order they are sent in."""
-        every = (self.maximum, self.sum_exp, self.target_logit, self.mean, self.shortfall)
+        every = (self.reference, self.sum_exp, self.target_logit, self.mean, self.shortfall)
         return [vector for vector in every if vector is not None]
 
     @property
     def nbytes(self) -> int:
         """What a rank sends of them in an all-gather."""
-        return len(self.vectors) * int(self.maximum.nbytes)  # type: ignore[attr-defined]
+        return len(self.vectors) * int(self.reference.nbytes)  # type: ignore[attr-defined]
 
     @property
     def is_plain(self) -> bool:
@@ -83,7 +85,7 @@ class MergedStatistics(Generic[Vector]):
     """Per token, over the classes of all ranks; bitwise equal on all of them, but for ``share``."""
 
     reference: Vector
-    """The largest logit, or the target's: what the others are taken relative to."""
+    """The largest of the ranks' references, or the target's logit: what the others are taken relative to."""
     log_sum_exp: Vector
     """``log sum_c exp(x_c - reference)``, so that ``lse = reference + log_sum_exp``."""
     share: Vector

@@ -37,6 +37,22 @@ def test_a_shift_of_all_logits_costs_no_accuracy(world_size: int, largest_gather
     np.testing.assert_allclose(whole(ranks, "grad", 1), expected.grads[0], rtol=2e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("classes", (64, 1 << 16, 1 << 18))  # so that all rows make a chunk, a few do, or one does
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_rows_of_any_size_beside_each_other(world_size: int, classes: int) -> None:
+    # exp(x) itself overflows, underflows, or does neither; on one rank, or on both
+    shifts = np.array([0.0, 30.0, 44.0, 46.0, 88.0, 120.0, -15.0, -20.0, -80.0, -110.0, 0.0, 0.0, 50.0, -50.0])
+    rng = np.random.default_rng(16)
+    logits = np.round(rng.normal(size=(len(shifts), classes)) * 256) / 256 + shifts[:, None]
+    logits[10, classes // 2 :] += 100.0
+    logits[11, classes // 2 :] -= 100.0
+    target = rng.integers(0, classes, len(shifts))
+    ranks = run(cross_entropy, logits, 1, target, world_size=world_size)
+    expected = reference.cross_entropy([logits], 1, target)
+    np.testing.assert_allclose(ranks[0]["loss"], expected.loss, rtol=1e-6)
+    np.testing.assert_allclose(whole(ranks, "grad", 1), expected.grads[0], rtol=4e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_sure_tokens_keep_their_relative_accuracy(world_size: int) -> None:
     logits = np.zeros((3, 8))

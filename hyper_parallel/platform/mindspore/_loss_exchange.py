@@ -59,9 +59,9 @@ def _merge_relative_to_target(
     """Two numbers a token; None, on all ranks, when some ``lse_local - x_y`` is too large for that."""
     assert local.target_logit is not None
     mine = owner == group.rank
-    own_reference = np.where(mine, local.target_logit, local.maximum)
-    gap = np.where(mine, local.maximum - local.target_logit, 0)
-    sent = np.stack([own_reference, gap + np.log(local.sum_exp)]).astype(local.maximum.dtype)
+    own_reference = np.where(mine, local.target_logit, local.reference)
+    gap = np.where(mine, local.reference - local.target_logit, 0)
+    sent = np.stack([own_reference, gap + np.log(local.sum_exp)]).astype(local.reference.dtype)
     gathered = route.enter(collectives.all_gather(route.leave(sent), group))
     references, sums = gathered[:, 0], gathered[:, 1]
     at_owner = np.maximum(owner, 0)[None]
@@ -85,7 +85,7 @@ def _pack(route: Any, local: ShardStatistics) -> Vector:
 
 def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> MergedStatistics:
     """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
-    tokens = local.maximum.shape[0]
+    tokens = local.reference.shape[0]
     columns = iter([packed[:, i * tokens : (i + 1) * tokens] for i in range(len(local.vectors))])
     maxima, sums = next(columns), next(columns)
     maximum = route.largest(maxima)
@@ -104,15 +104,15 @@ def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> Merge
 
 def _merge_reduced(route: Any, local: ShardStatistics, group: Group) -> MergedStatistics:
     """Find the maximum first; then everything can be brought relative to it and summed."""
-    maximum = route.enter(collectives.all_reduce(route.leave(local.maximum), "max", group))
-    terms = [local.sum_exp * route.exp(local.maximum - maximum)]
+    maximum = route.enter(collectives.all_reduce(route.leave(local.reference), "max", group))
+    terms = [local.sum_exp * route.exp(local.reference - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)
     if local.mean is not None:
-        terms.append(terms[0] * (local.mean + (_finite_or_zero(route, local.maximum) - maximum)))
+        terms.append(terms[0] * (local.mean + (_finite_or_zero(route, local.reference) - maximum)))
     if local.shortfall is not None and local.weight_sum is not None:
         terms += [
-            local.shortfall + local.weight_sum * (maximum - _finite_or_zero(route, local.maximum)),
+            local.shortfall + local.weight_sum * (maximum - _finite_or_zero(route, local.reference)),
             local.weight_sum.reshape(1),
         ]
     packed = route.enter(collectives.all_reduce(route.leave(route.concat(terms)), "sum", group))
@@ -136,7 +136,7 @@ def _merged(
     weight_sum: Vector | None,
     mean: Vector | None,
 ) -> MergedStatistics:
-    share = local.sum_exp * route.exp(local.maximum - maximum) / sum_exp
+    share = local.sum_exp * route.exp(local.reference - maximum) / sum_exp
     return MergedStatistics(maximum, route.log(sum_exp), share, target_gap, shortfall, weight_sum, mean)
 
 

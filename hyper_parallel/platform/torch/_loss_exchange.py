@@ -52,8 +52,8 @@ def _merge_relative_to_target(
     """Two numbers a token; None, on all ranks, when some ``lse_local - x_y`` is too large for that."""
     assert local.target_logit is not None
     mine = owner == group.rank
-    own_reference = torch.where(mine, local.target_logit, local.maximum)
-    gap = torch.where(mine, local.maximum - local.target_logit, 0.0)
+    own_reference = torch.where(mine, local.target_logit, local.reference)
+    gap = torch.where(mine, local.reference - local.target_logit, 0.0)
     references, sums = collectives.all_gather(torch.stack([own_reference, gap + local.sum_exp.log()]), group).unbind(1)
     at_owner = owner.clamp(min=0)[None]
     if not bool(((sums.gather(0, at_owner)[0] <= LARGEST_GAP) | (owner < 0)).all()):
@@ -75,7 +75,7 @@ def _pack(local: ShardStatistics) -> torch.Tensor:
 
 def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStatistics:
     """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
-    count, tokens = len(local.vectors), local.maximum.numel()
+    count, tokens = len(local.vectors), local.reference.numel()
     columns = iter(packed[:, : count * tokens].reshape(len(packed), count, tokens).unbind(1))
     maxima, sums = next(columns), next(columns)
     maximum = maxima.amax(0)
@@ -94,15 +94,15 @@ def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStati
 
 def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
     """Find the maximum first; then everything can be brought relative to it and summed."""
-    maximum = collectives.all_reduce(local.maximum, "max", group)
-    terms = [local.sum_exp * torch.exp(local.maximum - maximum)]
+    maximum = collectives.all_reduce(local.reference, "max", group)
+    terms = [local.sum_exp * torch.exp(local.reference - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)
     if local.mean is not None:
-        terms.append(terms[0] * (local.mean + (finite_or_zero(local.maximum) - maximum)))
+        terms.append(terms[0] * (local.mean + (finite_or_zero(local.reference) - maximum)))
     if local.shortfall is not None and local.weight_sum is not None:
         terms += [
-            local.shortfall + local.weight_sum * (maximum - finite_or_zero(local.maximum)),
+            local.shortfall + local.weight_sum * (maximum - finite_or_zero(local.reference)),
             local.weight_sum.reshape(1),
         ]
     packed = collectives.all_reduce(torch.cat(terms), "sum", group)
@@ -124,5 +124,5 @@ def _merged(
     weight_sum: torch.Tensor | None,
     mean: torch.Tensor | None,
 ) -> MergedStatistics:
-    share = local.sum_exp * torch.exp(local.maximum - maximum) / sum_exp
+    share = local.sum_exp * torch.exp(local.reference - maximum) / sum_exp
     return MergedStatistics(maximum, sum_exp.log(), share, target_gap, shortfall, weight_sum, mean)

@@ -11,7 +11,7 @@ from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_exchange import merge_statistics
 from hyper_parallel.platform.torch._loss_gradients import LossState, cross_entropy_grad
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype
-from hyper_parallel.platform.torch._loss_statistics import finite_or_zero, shard_statistics
+from hyper_parallel.platform.torch._loss_statistics import shard_statistics
 from hyper_parallel.platform.torch._loss_targets import place_targets, target_owner
 
 __all__ = ["distributed_log_softmax", "distributed_nll_loss_forward", "fused_nll_log_softmax_backward", "log_prob_of"]
@@ -22,7 +22,7 @@ def distributed_log_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K1's forward; see :meth:`LossKernels.distributed_log_softmax`."""
     with torch.no_grad(), autocast_off(local_logits):
-        total = merge_statistics(shard_statistics(local_logits, dim), shard.group)
+        total = merge_statistics(shard_statistics(local_logits, dim)[0], shard.group)
         out = torch.empty_like(local_logits, dtype=dtype or local_logits.dtype)
         for start, stop, (rows, result), buffer in chunks(dim, local_logits, out):
             torch.sub(rows, total.reference[start:stop, None], out=buffer)
@@ -46,7 +46,7 @@ def distributed_nll_loss_forward(
         kept = index != IGNORED
         smoothing = options.label_smoothing
         class_weight = _smoothing_weight(shard, weight, index, dtype) if smoothing else None
-        local = shard_statistics(
+        local, exponentials = shard_statistics(
             local_logits,
             dim,
             target_index=index,
@@ -71,7 +71,7 @@ def distributed_nll_loss_forward(
             loss = loss + options.z_loss * lse * lse
             slope = slope + 2.0 * options.z_loss * lse
         loss = torch.where(kept, loss, 0.0)
-        unit = total.share / torch.where(local.sum_exp == 0, 1.0, local.sum_exp)
+        unit = total.share / torch.where(exponentials.total == 0, 1.0, exponentials.total)
         slope = torch.where(kept, slope * unit, 0.0)
         outside = kept & ((labels < 0) | (labels >= shard.num_classes))
         loss.masked_fill_(outside, math.nan)  # unvalidated: let it be seen
@@ -81,7 +81,7 @@ def distributed_nll_loss_forward(
             slope,
             index,
             nll.masked_fill_(outside, math.nan),
-            finite_or_zero(local.maximum),
+            exponentials.anchor,
             weight,
             uniform,
             shard,

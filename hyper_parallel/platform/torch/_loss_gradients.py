@@ -36,7 +36,7 @@ class LossState:
         slope: per token, A of ``LossKernels`` times the unit.
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
-        anchor: per token, the largest of this rank's logits (0 for -inf).
+        anchor: per token, the largest of this rank's logits (0 for -inf), or 0 where that will do.
         weight: the weights of all classes, or None.
         smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
         unit: per token, ``exp(anchor - lse)``; only with log-probabilities or entropy.
@@ -166,6 +166,8 @@ class _RowScale:
         self._zero = factor == 0
         self._on_cpu = logits.device.type == "cpu"
         self._any_zero = not self._on_cpu or bool(self._zero.any())
+        self._moved = None if anchor is None else anchor != 0
+        self._any_moved = not self._on_cpu or (self._moved is not None and bool(self._moved.any()))
 
     def probabilities(self, chunk: Chunk, rows: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = the rows' exponentials times the factor; the chunk's buffer is overwritten."""
@@ -173,16 +175,26 @@ class _RowScale:
         if self._any_zero and self._on_cpu and bool(zero.all()):
             out.zero_()
             return
+        # into the result's own memory where it can hold them: a detour would take room in the cache
+        values = out if out.dtype == chunk.buffer.dtype else chunk.buffer
         if self._anchor is None:
-            softmax_rows(rows, chunk.buffer)
+            softmax_rows(rows, values)
         else:
-            exp_rows(rows, self._anchor[chunk.start : chunk.stop], chunk.buffer)
-        if out.dtype == chunk.buffer.dtype:
-            torch.mul(chunk.buffer, self._factor[chunk.start : chunk.stop], out=out)
-        else:
-            out.copy_(chunk.buffer.mul_(self._factor[chunk.start : chunk.stop]))
+            exp_rows(rows, self._anchor_of(chunk), values)
+        values.mul_(self._factor[chunk.start : chunk.stop])
+        if values is not out:
+            out.copy_(values)
         if self._any_zero:
             zero_rows(out, zero)
+
+
+    def _anchor_of(self, chunk: Chunk) -> torch.Tensor | None:
+        """Of the chunk's rows; None where all are 0, which on CPU saves a pass."""
+        assert self._anchor is not None and self._moved is not None
+        part = slice(chunk.start, chunk.stop)
+        if self._on_cpu and not (self._any_moved and bool(self._moved[part].any())):
+            return None
+        return self._anchor[part]
 
 
 def _target_slope(

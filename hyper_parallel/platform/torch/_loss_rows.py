@@ -91,8 +91,10 @@ def load_rows(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return rows if rows.dtype == out.dtype else out.copy_(rows)
 
 
-def exp_rows(rows: torch.Tensor, anchor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out = exp(rows - anchor)`` for a finite anchor a row; ``rows`` may be ``out``."""
+def exp_rows(rows: torch.Tensor, anchor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """``out = exp(rows - anchor)`` for a finite anchor a row, None: 0; ``rows`` may be ``out``."""
+    if anchor is None:
+        return torch.exp(load_rows(rows, out), out=out)
     return torch.sub(load_rows(rows, out), anchor[:, None], out=out).exp_()
 
 
