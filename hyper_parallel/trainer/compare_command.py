@@ -34,8 +34,8 @@ class CompareOptions(TrainOptions):
     losses, and between the norms of the gradients, of the same step."""
 
     output: Path = Path("outputs/compare_{backend}")
-    """Where metrics and logs of both runs are written; those of an earlier comparison are replaced. ``{backend}`` stands
-    for the name of the framework."""
+    """Where metrics and logs of both runs are written; those of an earlier comparison are replaced. ``{backend}``
+    stands for the name of the framework."""
 
     tolerance: float | None = None
     """Fail with exit status 1 when a loss differs by more than this; None: only report."""

@@ -71,8 +71,8 @@ def _find(options: EvalOptions) -> _Source:
     path, text = options.weights, options.text
     if path is None:
         raise UsageError(
-            "eval needs a Hugging Face folder, a checkpoint of training, or a run's folder: hyper-parallel eval FOLDER, "
-            "or --weights FOLDER"
+            "eval needs a Hugging Face folder, a checkpoint of training, or a run's folder: hyper-parallel eval "
+            "FOLDER, or --weights FOLDER"
         )
     try:
         if (path / _CONFIG).is_file():

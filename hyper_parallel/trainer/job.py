@@ -35,8 +35,8 @@ def run_worker(
     """Train as one rank of the job that the environment describes; collective over all of its processes.
 
     Rank 0 writes ``metrics.jsonl`` (a line per step) and ``summary.json`` into ``options.output``. The process group
-    stays open. A job that goes on from the checkpoint of its last step says so, changes nothing, and returns the summary
-    that is there.
+    stays open. A job that goes on from the checkpoint of its last step says so, changes nothing, and returns the
+    summary that is there.
 
     Args:
         options: what to train, and how.

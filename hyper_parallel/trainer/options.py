@@ -127,8 +127,8 @@ class TrainOptions:
     """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
 
     output: Path = Path("outputs/llama_bytes_{backend}")
-    """Where metrics and logs are written; those of an earlier run are replaced. ``{backend}`` stands for the name of the
-    framework."""
+    """Where metrics and logs are written; those of an earlier run are replaced. ``{backend}`` stands for the name of
+    the framework."""
 
     steps: int = 400
     """Optimizer steps."""

@@ -83,8 +83,8 @@ def test_other_numbers_of_ranks_go_on_as_well(degrees: tuple[int, int], root: Pa
 
 @pytest.mark.parametrize("degrees", [(2, 1), (2, 2)])
 def test_what_fsdp_has_sharded_goes_on(degrees: tuple[int, int], root: Path, whole: dict[int, float]) -> None:
-    """With a validation before each checkpoint, after which FSDP2 would keep the last layer whole; at the same ranks bit
-    by bit, at others and from others within the tolerance; the files are those of any other run.
+    """With a validation before each checkpoint, after which FSDP2 would keep the last layer whole; at the same ranks
+    bit by bit, at others and from others within the tolerance; the files are those of any other run.
     """
     fsdp = ["--parallelism.data-parallel", "fsdp", "--validation.freq", "2", "--validation.data", str(root / "text")]
     fsdp += ["--validation.steps", "1"]
@@ -156,7 +156,9 @@ def test_a_run_goes_on_by_itself_and_keeps_its_metrics(root: Path, whole: dict[i
     assert not [p for p in (root / "again/checkpoints").iterdir() if p.name.startswith(".")]
 
 
-def test_a_complete_run_is_left_as_it_is(root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_is_left_as_it_is(
+    root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]
+) -> None:
     def contents() -> dict[str, tuple[int, bytes]]:
         files = [p for p in (root / "whole").rglob("*") if p.is_file()]
         return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
