@@ -17,7 +17,15 @@ from hyper_parallel.platform.platform import Group, Tensor
 if TYPE_CHECKING:
     from hyper_parallel.core.shard_spec import ShardSpec
 
-__all__ = ["ForwardRule", "LayerFacts", "Module", "ModuleBackend", "Parameter", "get_module_backend"]
+__all__ = [
+    "ForwardRule",
+    "LayerFacts",
+    "Module",
+    "ModuleBackend",
+    "Parameter",
+    "get_module_backend",
+    "without_values",
+]
 
 Module = Any
 """A module of the backend."""
@@ -119,8 +127,8 @@ class ModuleBackend(ABC):
         """Fill with the values of a NumPy array, cast to the parameter's dtype."""
 
     @abstractmethod
-    def add_rule(self, module: Module, rule: ForwardRule) -> None:
-        """Have ``rule`` run around the module's forward, outside the rules added before.
+    def add_rule(self, module: Module, rule: ForwardRule, name: str = "") -> None:
+        """Have ``rule`` run around the module's forward, outside the rules added before; ``name``: for messages.
 
         The module keeps its type, name and parameters. The marks on its parameters (``rule.cuts``) survive
         copying the module and moving it to another device or dtype.
@@ -185,6 +193,10 @@ class ModuleBackend(ABC):
         """The accumulated gradient."""
 
     @abstractmethod
+    def parameter_name(self, parameter: Parameter) -> str | None:
+        """What the framework calls it when it names gradients; None where it does not."""
+
+    @abstractmethod
     def power_sum(self, tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
         """``sum |x|^order`` of all elements, at least in fp32; the largest ``|x|`` when ``order`` is
         infinite.
@@ -203,6 +215,14 @@ class ModuleBackend(ABC):
     @abstractmethod
     def scale_gradients(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply in place."""
+
+
+def without_values(parameter: str, shape: tuple[int, ...]) -> str:
+    """What to tell who computes with a parameter that has a shape and no values yet."""
+    return (
+        f"{parameter} of local shape {shape} has no values yet; before the model is used, call "
+        "materialize(model), or load_hf_checkpoint(model, path)"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     *,
-    gradients: Sequence[Tensor | None] | None = None,
+    gradients: Sequence[Tensor | None] | Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most ``max_norm``. Signature as in PyTorch.
 
@@ -38,14 +38,17 @@ def clip_grad_norm_(
         norm_type: the order, ``inf`` included.
         error_if_nonfinite: raise when the norm is infinite or NaN; otherwise it scales the gradients as in
             PyTorch.
-        gradients: one for each parameter, where they are not kept on these: on MindSpore, what
-            ``value_and_grad`` gives.
+        gradients: where they are not kept on the parameters, as on MindSpore: what ``value_and_grad`` gives for the
+            same parameters in the same order. Another order is an error where it shows in the shapes. Where it does
+            not, only names can tell: a mapping of parameter names to gradients, which is ``dict(grads)`` of what
+            ``value_and_grad(..., return_ids=True)`` gives, may be in any order.
 
     Returns:
         The norm before scaling, a scalar of at least fp32.
 
     Raises:
         RuntimeError: ``error_if_nonfinite``; on every rank.
+        ValueError: gradients that do not fit the parameters: by number, shape or name.
 
     Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over; none
     without such a group.
@@ -56,6 +59,8 @@ def clip_grad_norm_(
     """
     backend, platform = get_module_backend(), get_platform()
     listed = [parameters] if platform.is_tensor(parameters) else list(parameters)
+    if isinstance(gradients, Mapping):
+        gradients = _by_name(listed, gradients)
     norm = total_norm(listed, norm_type, gradients=gradients)
     if norm is None:
         return platform.from_numpy(np.zeros((), np.float32))
@@ -110,15 +115,29 @@ def total_norm(
     return backend.root(total, order)
 
 
+def _by_name(parameters: Sequence[Parameter], gradients: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """One for each parameter, None for those that are not named."""
+    names: list[str] = []
+    owners: dict[str, Parameter] = {}
+    for parameter in parameters:
+        name = get_module_backend().parameter_name(parameter)
+        if name is None:
+            raise ValueError("gradients by name were given, but these parameters have no names; give them in order")
+        if owners.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"gradients by name were given, but two parameters are called {name!r}")
+        names.append(name)
+    if unknown := sorted(gradients.keys() - owners.keys()):
+        raise ValueError(f"gradients of {unknown}, which are no names of the parameters; expected some of {[*owners]}")
+    return [gradients.get(name) for name in names]
+
+
 def _check_shapes(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
     shape = get_platform().shape
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients)):
         if gradient is None:
             continue
         found, expected = shape(local_part(gradient)), shape(local_part(parameter))
-        spec: ShardSpec | None = getattr(parameter, "_shard_spec", None)
-        # MindSpore gives a parameter that the loss does not depend on zeros in the shape that it was created with
-        if found != expected and (spec is None or found != spec.shape):
+        if found != expected:
             raise ValueError(
                 f"gradient {index} has shape {found}, its parameter {expected}; expected the gradients in the order of "
                 "the parameters"

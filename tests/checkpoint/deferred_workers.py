@@ -9,7 +9,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common.initializer import HeNormal, HeUniform, Initializer, XavierNormal, XavierUniform, initializer
 
 from hyper_parallel.platform.mindspore.deferred import (
@@ -180,10 +180,40 @@ def buffer_on_meta(path: str | None) -> None:
         load_hf_checkpoint(model, path)
 
 
-def unset_parameter_in_use() -> None:
+def unset_parameters_in_use() -> list[str]:
+    """What is said when somebody computes with parameters that have no values, in one way or another."""
     with deferred_parameters():
-        model = nn.Dense(4, 4)
-    model(Tensor(np.ones((1, 4)), mindspore.float32)).asnumpy()
+        model = nn.SequentialCell(nn.Dense(4, 6), nn.LayerNorm((6,)), nn.Embedding(6, 6))
+    x, wide = Tensor(np.ones((1, 4)), mindspore.float32), Tensor(np.ones((1, 6)), mindspore.float32)
+    first, norm, table = (cell.trainable_params()[0] for cell in model)
+    model.to(dtype=mindspore.float16)
+    model.to(dtype=mindspore.float32)
+    said = []
+    for use in (
+        lambda: model(x),
+        lambda: mindspore.value_and_grad(lambda x: model[0](x).sum(), None, [first])(x),
+        lambda: model[1](wide),
+        lambda: model[2](Tensor([1])),
+        lambda: wide * norm,
+        lambda: wide @ table,
+        lambda: norm.astype(mindspore.float16) + 1,
+        lambda: norm[0],
+        lambda: norm.asnumpy(),
+        lambda: copy.deepcopy(model)(x),
+    ):
+        try:
+            use()
+        except RuntimeError as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    # values that came by a way of MindSpore's own are values
+    mindspore.load_param_into_net(model, {p.name: Parameter(ops.ones(p.shape), name=p.name) for p in (first, norm)})
+    np.testing.assert_array_equal((wide * norm).asnumpy(), np.ones((1, 6)))
+    np.testing.assert_array_equal(ops.matmul(x, first.T).asnumpy(), np.full((1, 6), 4))
+    materialize(model, seed=1)
+    assert {type(p) for p in model.get_parameters()} == {type(Parameter(x))}
+    return said
 
 
 def with_persistent_buffer(path: str) -> list[float]:

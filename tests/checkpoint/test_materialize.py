@@ -98,6 +98,19 @@ def test_the_same_bits_at_every_degree(platform: str, kind: str) -> None:
     assert np.abs(other[0]["logits"] - results[1][0]["logits"]).max() > 1e-3
 
 
+def unset_forward(kind: str) -> None:
+    models = this_models()
+    models.logits(models.sharded(kind))
+
+
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
+def test_the_forward_of_a_model_without_values(platform: str) -> None:
+    """On every rank, before anybody waits for another; PyTorch itself would go on with tensors without values."""
+    for error in run_distributed(unset_forward, "own", platform=platform, world_size=2, expect_error=True):
+        assert error.type == "RuntimeError" and "call materialize(model)" in error.message
+        assert error.message.startswith("model.embed_tokens.weight of local shape (12")
+
+
 def buffers_and_distributions(kind: str) -> dict[str, Any]:
     from hyper_parallel.tensor_parallel.materialize import materialize
     from tests.checkpoint import torch_models as models

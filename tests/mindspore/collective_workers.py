@@ -12,8 +12,8 @@ from mindspore.common import np_dtype
 
 from hyper_parallel import get_platform
 from hyper_parallel.platform import Group
-from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
 from hyper_parallel.platform.mindspore import _communicator, collectives, shared_linear
+from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
 from hyper_parallel.platform.mindspore._host import to_bits
 from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
 from tests.mindspore.op_checks import mesh_of

@@ -170,7 +170,10 @@ def misuse(case: str) -> None:
     parameter = this_adapter().parameter(np.zeros(2))
     if case == "group":
         parameter._shard_spec = ShardSpec.chunk((4,), 0, 2)
-    grads = [this_adapter().tensor(np.ones(3 if case == "shape" else 2))] * (2 if case == "count" else 1)
+    if case == "uncut":
+        parameter._shard_spec = ShardSpec.chunk((4,), 0, 2)
+    size = {"shape": 3, "uncut": 4}.get(case, 2)
+    grads = [this_adapter().tensor(np.ones(size))] * (2 if case == "count" else 1)
     clip_grad_norm_([parameter], 1.0, 0.0 if case == "order" else 2.0, gradients=grads)
 
 
@@ -182,6 +185,7 @@ def misuse(case: str) -> None:
         ("group", "_shard_group"),
         ("count", "2 gradients for 1 parameters"),
         ("shape", "gradient 0 has shape (3,), its parameter (2,)"),
+        ("uncut", "gradient 0 has shape (4,), its parameter (2,)"),
     ],
 )
 def test_misuse(platform: str, world_size: int, case: str, text: str) -> None:
@@ -194,6 +198,40 @@ def without_gradients() -> None:
     from tests.tensor_parallel.adapters import this_adapter
 
     clip_grad_norm_([this_adapter().parameter(np.zeros(2))], 1.0)
+
+
+def by_name() -> tuple[list[float], list[np.ndarray], list[str]]:
+    """Two parameters of one shape, their gradients by name in another order; then names that do not fit."""
+    import mindspore
+    from mindspore import Parameter, Tensor, ops
+
+    from hyper_parallel.core.device_mesh import init_device_mesh
+    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+
+    cut, whole = (Parameter(Tensor(np.ones(2, np.float32)), name=name) for name in ("cut", "whole"))
+    group = init_device_mesh("cpu", (this_world_size(),)).get_group()
+    cut._shard_spec, cut._shard_group = ShardSpec.chunk((4,), 0, 2), group
+    step = mindspore.value_and_grad(lambda: ops.sum(3 * cut + 4 * whole), None, [whole, cut], return_ids=True)
+    named = dict(step()[1])
+    norm = float(clip_grad_norm_([cut, whole], 1.0, gradients=named))
+    only = float(clip_grad_norm_([cut, whole], 9.0, gradients={"whole": named["whole"]}))
+    refused = []
+    for parameters, gradients in (([cut], named), ([cut, Parameter(whole, name="cut")], {})):
+        try:
+            clip_grad_norm_(parameters, 1.0, gradients=gradients)
+        except ValueError as error:
+            refused.append(str(error))
+    return [norm, only], [named[name].asnumpy() for name in ("cut", "whole")], refused
+
+
+@pytest.mark.platform("mindspore")
+def test_gradients_by_name() -> None:
+    for (norm, only), (cut, whole), refused in run_distributed(by_name, platform="mindspore", world_size=2):
+        right = np.sqrt(4 * 3**2 + 2 * 4**2)  # four elements of the one, two of the other
+        assert norm == pytest.approx(right, rel=1e-6) and only == pytest.approx(np.sqrt(32) / right, rel=1e-5)
+        np.testing.assert_allclose(cut, 3 / right, rtol=1e-5)
+        np.testing.assert_allclose(whole, 4 / right, rtol=1e-5)
+        assert "gradients of ['whole']" in refused[0] and "two parameters are called 'cut'" in refused[1]
 
 
 @pytest.mark.platform("mindspore")

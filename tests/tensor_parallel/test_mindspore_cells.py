@@ -183,27 +183,51 @@ def test_layers_side_by_side_of_which_one_is_used() -> None:
         np.testing.assert_allclose(found, np.zeros((3, 4)), atol=1e-5)
 
 
-def clipped_without_one_layer() -> float:
-    """The norm of gradients of ones, and of what MindSpore gives for a layer that was not used."""
+def steps_without_some_layers(deferred: bool) -> dict[str, Any]:
+    """One layer of five is used: shapes, the norm, and how far MindSpore's optimizer and the trainer's move weights."""
+    from contextlib import nullcontext
+
     import mindspore
     from mindspore import Tensor, nn, ops
 
-    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
-    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from hyper_parallel import clip_grad_norm_, materialize, parallelize_module
+    from hyper_parallel.platform.mindspore.deferred import deferred_parameters
+    from hyper_parallel.platform.training import load_training_tools
     from tests.tensor_parallel.adapters import this_adapter
 
-    model = nn.CellList([nn.Dense(4, 6, has_bias=False), nn.Dense(4, 6, has_bias=False)])
-    parallelize_module(model, this_adapter().mesh["tp"], {"0": "colwise", "1": "colwise"})
+    with deferred_parameters() if deferred else nullcontext():
+        used, column, row, table = nn.Dense(4, 6, has_bias=False), nn.Dense(4, 6), nn.Dense(6, 4), nn.Embedding(7, 4)
+        model = nn.CellList([used, column, row, table])
+    plan = {"0": "colwise", "1": "colwise", "2": "rowwise", "3": "embedding_rowwise"}
+    parallelize_module(model, this_adapter().mesh["tp"], plan)
+    materialize(model, seed=1)
     parameters = list(model.trainable_params())
-    gradient = mindspore.grad(lambda x: ops.sum(model[0](x)), None, parameters)
-    gradients = list(gradient(Tensor(np.ones((1, 4), np.float32))))
-    return float(clip_grad_norm_(parameters, 1.0, gradients=gradients).asnumpy())
+    before = [p.asnumpy().copy() for p in parameters]
+    x = Tensor(np.ones((1, 4), np.float32))
+
+    def loss(x: Any, *_: Any) -> Any:
+        return ops.sum(used(x))
+
+    _, gradients = mindspore.value_and_grad(loss, None, parameters)(x)
+    shapes = [(tuple(g.shape), tuple(p.shape)) for g, p in zip(gradients, parameters)]
+    norm = float(clip_grad_norm_(parameters, 1.0, gradients=gradients))
+    nn.AdamWeightDecay(parameters, 0.5)(gradients)
+    learner = load_training_tools().learner(model, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})
+    learner.accumulate(loss, x, x)
+    learner.update(0.5)
+    moved = [float(np.abs(p.asnumpy() - b).max()) for p, b in zip(parameters, before)]
+    return {"shapes": shapes, "norm": norm, "moved": moved}
 
 
-def test_a_layer_that_was_not_used_adds_nothing_to_the_norm() -> None:
-    """Its gradient comes as zeros in the shape that the parameter had before it was cut."""
-    found = run_distributed(clipped_without_one_layer, platform="mindspore", world_size=2)
-    np.testing.assert_allclose(found, np.sqrt(24), rtol=1e-6)
+@pytest.mark.parametrize("deferred", [False, True], ids=["with memory", "deferred"])
+def test_layers_that_were_not_used(deferred: bool) -> None:
+    """MindSpore gives them zeros, of the shape of this rank's part; their weights stay as they are."""
+    for found in run_distributed(steps_without_some_layers, deferred, platform="mindspore", world_size=2):
+        for gradient, parameter in found["shapes"]:
+            assert gradient == parameter
+        assert found["norm"] == pytest.approx(np.sqrt(24), rel=1e-6)
+        first, *others = found["moved"]
+        assert first > 0.5 and set(others) == {0.0} and len(others) == 5
 
 
 def scaled_in_place() -> list[np.ndarray]:

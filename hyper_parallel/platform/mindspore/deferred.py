@@ -2,7 +2,7 @@
 
 Such a parameter is on MindSpore's meta device. Whole models are not built there: what their constructors compute beside
 parameters (rotary tables, masks) would lose its values, so here the parameters alone are without memory. How they
-would have been drawn is kept with them, in terms of the whole parameter.
+would have been drawn is kept with them, in terms of the whole parameter. Computing with one is an error (``_unset``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import getweakrefcount
 
+import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from hyper_parallel.platform.mindspore import _host
+from hyper_parallel.platform.mindspore import _host, _unset
 from hyper_parallel.platform.mindspore.init_recorder import describe_initializer
 from hyper_parallel.platform.weights import Draw
 
@@ -48,7 +50,9 @@ def deferred_parameter(shape: Sequence[int], dtype: Any, name: str | None = None
         >>> deferred_parameter((1 << 20, 1 << 20), mindspore.float32).shape                      # doctest: +SKIP
         (1048576, 1048576)
     """
-    return Parameter(_without_memory(shape, dtype), name=name)
+    parameter = Parameter(_without_memory(shape, dtype), name=name)
+    _unset.mark(parameter)
+    return parameter
 
 
 def replace_value(parameter: Parameter, value: Tensor | Sequence[int]) -> None:
@@ -59,10 +63,31 @@ def replace_value(parameter: Parameter, value: Tensor | Sequence[int]) -> None:
         value: of the parameter's dtype; or a shape: it has no memory then.
     """
     new = value if isinstance(value, Tensor) else _without_memory(value, parameter.dtype)
+    if tuple(parameter.shape) != tuple(new.shape):
+        _renew(parameter, new)
     parameter.init = None  # else MindSpore draws it again at the model's first call
     parameter.init_mode = None
     parameter.assign_value(new)
     parameter.param_info.parameter_shape = list(new.shape)
+    _unset.mark(parameter)
+
+
+def _renew(parameter: Parameter, like: Tensor) -> None:
+    """All that is MindSpore's of the parameter made anew, for another shape.
+
+    Else its node in graphs remembers the shape that it was created with, and a loss that does not depend on the
+    parameter gives it zeros of that shape, which optimizers refuse. What somebody has a hook or a weak reference on
+    stays as it is.
+    """
+    if parameter.hooks() or getweakrefcount(parameter):
+        return
+    kind = type(parameter)
+    device = parameter._get_user_data("parameter_device")
+    fresh = Parameter(_without_memory(like.shape, like.dtype), requires_grad=parameter.requires_grad, device=device)
+    mindspore.swap_tensors(parameter, fresh)
+    parameter.__class__ = kind
+    parameter.__dict__, fresh.__dict__ = fresh.__dict__, parameter.__dict__
+    parameter.param_info = parameter.param_info  # MindSpore's half of it was swapped, too
 
 
 @contextmanager
@@ -141,6 +166,7 @@ def _new(new: Any, drawn: _Drawn, cls: type, default_input: Any, *args: Any, **k
     parameter = new(cls, default_input, *args, **kwargs)
     if draw is not None:
         setattr(parameter, DRAW, draw)
+        _unset.mark(parameter)
     return parameter
 
 

@@ -133,7 +133,7 @@ class MindSporeModuleBackend(ModuleBackend):
     def fill_parameter(self, parameter: Parameter, values: Any) -> None:
         fill(parameter, values)
 
-    def add_rule(self, module: nn.Cell, rule: ForwardRule) -> None:
+    def add_rule(self, module: nn.Cell, rule: ForwardRule, name: str = "") -> None:  # parameters know their names
         add_rule(module, rule)
 
     def rules(self, module: nn.Cell) -> tuple[ForwardRule, ...]:
@@ -194,6 +194,9 @@ class MindSporeModuleBackend(ModuleBackend):
             "MindSpore keeps no gradients on parameters; pass them, one for each parameter: gradients=grads, as "
             "mindspore.value_and_grad gives them"
         )
+
+    def parameter_name(self, parameter: Parameter) -> str:
+        return str(parameter.name)
 
     def power_sum(self, tensors: Sequence[Tensor], order: float, like: Tensor) -> Tensor:
         return _gradient_norms.power_sum(tensors, order, like)

@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.platform.modules import ForwardRule
+from hyper_parallel.platform.modules import ForwardRule, without_values
 
 __all__ = ["RuledModule", "add_rule", "call_with", "rules_of"]
 
 _RULES = "_tensor_parallel_rules"
 _INNER = "_forward_before_rules"
+_NAME = "_name_in_the_model"
 
 
 class RuledModule:
     """Mixed in before the module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in self._parameters.items():  # type: ignore[attr-defined]
+            if parameter is not None and parameter.device.type == "meta":
+                raise RuntimeError(without_values(_path(self, name), tuple(parameter.shape)))
         call = self.__dict__.get(_INNER) or super().forward  # type: ignore[misc]
         for rule in rules_of(self):  # type: ignore[arg-type]
             call = partial(rule, self, call)
@@ -41,7 +45,7 @@ class RuledModule:
         _mark_parameters(self)  # type: ignore[arg-type]
 
 
-def add_rule(module: nn.Module, rule: ForwardRule) -> None:
+def add_rule(module: nn.Module, rule: ForwardRule, name: str = "") -> None:
     """Add ``rule`` outside the rules that are there."""
     if not isinstance(module, RuledModule):
         module.__class__ = _ruled_class(type(module))  # type: ignore[arg-type]
@@ -49,6 +53,8 @@ def add_rule(module: nn.Module, rule: ForwardRule) -> None:
         if (own := module.__dict__.pop("forward", None)) is not None:
             module.__dict__[_INNER] = own
     module.__dict__[_RULES] = (*rules_of(module), rule)
+    if name:
+        module.__dict__[_NAME] = name
     _mark_parameters(module)
 
 
@@ -74,6 +80,11 @@ def call_with(
     finally:
         for name in tensors:
             module.__dict__.pop(name, None)
+
+
+def _path(module: Any, parameter: str) -> str:
+    path = module.__dict__.get(_NAME)
+    return f"{path}.{parameter}" if path else f"{parameter} of {type(module).__name__}"
 
 
 @cache

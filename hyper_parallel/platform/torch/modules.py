@@ -89,8 +89,8 @@ class TorchModuleBackend(ModuleBackend):
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values))
 
-    def add_rule(self, module: nn.Module, rule: ForwardRule) -> None:
-        add_rule(module, rule)
+    def add_rule(self, module: nn.Module, rule: ForwardRule, name: str = "") -> None:
+        add_rule(module, rule, name)
 
     def rules(self, module: nn.Module) -> tuple[ForwardRule, ...]:
         return rules_of(module)
@@ -144,6 +144,9 @@ class TorchModuleBackend(ModuleBackend):
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return parameter.grad
+
+    def parameter_name(self, parameter: nn.Parameter) -> None:
+        return None
 
     def power_sum(self, tensors: Sequence[torch.Tensor], order: float, like: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if any(t.dtype == torch.float64 for t in (like, *tensors)) else torch.float32
