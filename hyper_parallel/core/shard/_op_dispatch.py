@@ -136,12 +136,13 @@ class OpDispatcher:
     def _key(self, items: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
         """What a plan may depend on, of each item: everything but the values of tensors; collects the tensors."""
         cls = self.dtensor_class
+        dtype = self._platform.local_dtype
         key: list[Any] = []
         for x in items:
             kind = type(x)
             if kind is cls:
                 tensors.append(x)
-                key += (x._layout, x.dtype)
+                key += (x._layout, dtype(x))
             elif kind is int or kind is str or x is None:
                 key.append(x)
             elif kind is tuple or kind is list:
@@ -150,10 +151,10 @@ class OpDispatcher:
                 key += (kind, self._key((x.start, x.stop, x.step), tensors))
             elif isinstance(x, cls):
                 tensors.append(x)
-                key += (x._layout, x.dtype)  # type: ignore[attr-defined]
+                key += (x._layout, dtype(x))  # type: ignore[attr-defined]
             elif self._platform.is_tensor(x):
                 tensors.append(x)
-                key += ("plain", self._platform.shape(x), x.dtype)
+                key += ("plain", self._platform.shape(x), dtype(x))
             else:
                 key += (kind, x)
         return tuple(key)

@@ -12,7 +12,7 @@ from hyper_parallel.core.placement_types import Replicate
 from hyper_parallel.core.redistribute import redistribute_local, redistribution_steps, reduce_gradient
 from hyper_parallel.core.shard.distributed_op import OpCall, OpPlan, Path, TensorArg
 from hyper_parallel.errors import UnsupportedOperatorError
-from hyper_parallel.platform import get_platform
+from hyper_parallel.platform import Platform, get_platform
 
 __all__ = ["Recipe", "compile_recipe", "is_inplace", "wrap_replicated"]
 
@@ -31,18 +31,19 @@ class _Action:
     target: Layout
     reduce_dims: tuple[int, ...]
 
-    def apply(self, x: Any) -> Any:
-        platform = get_platform()
-        local = redistribute_local(platform.as_local(x), self.source, self.target)
-        if self.reduce_dims and platform.requires_grad(local):
-            local = reduce_gradient(local, self.target, self.reduce_dims)
-        return local
+    def apply(self, x: Any, platform: Platform) -> Any:
+        """``x`` itself where nothing has to happen."""
+        if self.source is not self.target:
+            x = redistribute_local(platform.as_local(x), self.source, self.target)
+        if self.reduce_dims and platform.requires_grad(x):
+            x = reduce_gradient(platform.as_local(x), self.target, self.reduce_dims)
+        return x
 
 
 class Recipe:
     """Run the operator on local tensors: fill in changed inputs, call, dress the result."""
 
-    __slots__ = ("_actions", "_args", "_inplace", "_kwargs", "_name", "_platform", "_run", "_wrap")
+    __slots__ = ("_actions", "_args", "_inplace", "_kwargs", "_name", "_platform", "_replaces", "_run", "_wrap")
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Recipe:
         actions: Sequence[_Action | None] = (),
         template: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         run: Callable[..., Any] | None = None,
+        replaces: bool = False,
     ) -> None:
         self._name = name
         self._wrap = wrap
@@ -59,6 +61,7 @@ class Recipe:
         self._args: tuple[Any, ...] | None = None if template is None else template[0]
         self._kwargs: dict[str, Any] | None = None if template is None else template[1]
         self._run = run
+        self._replaces = replaces  # arguments other than tensors
         self._inplace = is_inplace(name)
         self._platform = get_platform()
 
@@ -73,11 +76,14 @@ class Recipe:
         """Run one call whose tensors, in order of appearance, are ``tensors``."""
         first = args[0] if args else next(iter(kwargs.values()), None)
         if self._args is not None and self._kwargs is not None:
-            filled = list(tensors)
+            filled = [*tensors]
+            changed = self._replaces
             for i, action in self._actions:
-                filled[i] = action.apply(filled[i])
-            args = [_fill(a, filled) for a in self._args]
-            kwargs = {k: _fill(v, filled) for k, v in self._kwargs.items()}
+                filled[i] = action.apply(filled[i], self._platform)
+                changed = changed or filled[i] is not tensors[i]
+            if changed:
+                args = [_fill(a, filled) for a in self._args]
+                kwargs = {k: _fill(v, filled) for k, v in self._kwargs.items()}
         if self._run is not None:
             local_args = [_localize(a) for a in args]
             result = self._run(op_call, *local_args, **{k: _localize(v) for k, v in kwargs.items()})
@@ -202,7 +208,8 @@ def compile_recipe(
             for d, p in enumerate(target.placements)
             if p.is_replicate() and any(not o.placements[d].is_replicate() for o in outputs or ())
         )
-        actions.append(_Action(arg.layout, target, dims) if target != arg.layout or dims else None)
+        moved = target != arg.layout
+        actions.append(_Action(arg.layout, target if moved else arg.layout, dims) if moved or dims else None)
     if is_inplace(call.name):
         target = _argument(call, paths[0]).layout
         if not isinstance(plan.outputs, Layout) or plan.outputs != target:
@@ -214,7 +221,12 @@ def compile_recipe(
     if plan.replace or any(a is not None for a in actions):
         template = _template(args, kwargs, locations, plan.replace)
     return Recipe(
-        call.name, wrap=_wrap_as(cls, call.name, plan.outputs), actions=actions, template=template, run=plan.run
+        call.name,
+        wrap=_wrap_as(cls, call.name, plan.outputs),
+        actions=actions,
+        template=template,
+        run=plan.run,
+        replaces=bool(plan.replace),
     )
 
 

@@ -116,7 +116,10 @@ class TorchPlatform(Platform):
         return linear_map(x, forward, adjoint, again)
 
     def requires_grad(self, x: Any) -> bool:
-        return bool(torch.is_grad_enabled() and x.requires_grad)
+        if not torch.is_grad_enabled():
+            return False
+        with dtensor.local_mode():
+            return bool(x.requires_grad)
 
     def in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -187,6 +190,8 @@ class TorchPlatform(Platform):
         return tensor if like is None else tensor.to(like.device)
 
     # -- DTensor -----------------------------------------------------------------------------------------------------
+
+    local_dtype = staticmethod(torch.Tensor.dtype.__get__)  # type: ignore[attr-defined]
 
     def local_mode(self) -> AbstractContextManager[Any]:
         return dtensor.local_mode()
