@@ -41,6 +41,41 @@ def heads() -> None:
     plan({"q_proj": "colwise"}, attention)
 
 
+def mixed_heads() -> None:
+    from torch import nn
+
+    attention = nn.Module()
+    attention.query_key_value, attention.num_heads, attention.num_kv_heads = nn.Linear(4, 12), 4, 1
+    plan({"query_key_value": "colwise"}, attention)
+
+
+def alibi() -> None:
+    from torch import nn
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = nn.Linear(4, 4)
+
+        def forward(self, x: Any, alibi: Any) -> Any:
+            return self.q_proj(x) + alibi
+
+    plan({"q_proj": "colwise"}, Attention())
+
+
+def gated(plan_of_block: dict[str, str]) -> None:
+    from torch import nn
+
+    outer = nn.ModuleDict({"mlp": nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate", "up", "down")})})
+    plan({f"mlp.{name}": kind for name, kind in plan_of_block.items()}, outer)
+
+
+def no_layout() -> None:
+    from hyper_parallel import ColwiseParallel
+
+    ColwiseParallel(input_layouts="Shard(1)")  # type: ignore[arg-type]
+
+
 def between() -> None:
     from torch import nn
 
@@ -61,12 +96,34 @@ def whole_features() -> None:
     RowParallelLinear(8, 4, group=tp())(torch.ones(2, 8))
 
 
+def part_of_features() -> None:
+    import torch
+
+    plan({"up": "colwise"})(torch.ones(2, 4))
+
+
+def on_a_sequence(shape: tuple[int, ...], dim: int = 1) -> None:
+    import torch
+
+    from hyper_parallel import ColwiseParallel, Shard
+
+    plan({"up": ColwiseParallel(input_layouts=Shard(dim))}).up(torch.ones(shape))
+
+
 def large_id() -> None:
     import torch
 
     from hyper_parallel import VocabParallelEmbedding
 
     VocabParallelEmbedding(8, 4, group=tp())(torch.tensor([8]))
+
+
+def used_empty() -> None:
+    import torch
+
+    with torch.device("meta"):
+        empty = model()
+    plan({"up": "colwise"}, empty)(torch.ones(2, 4))
 
 
 def plain_beside() -> None:
@@ -214,16 +271,27 @@ CALLS: dict[str, Callable[[], None]] = {
     "is not supported (mixture-of-experts layers)": lambda: plan({"up": "moe_tp_experts"}),
     "no plan is known for": lambda: plan("auto"),
     "attention heads cannot be shared by": heads,
+    "inside one projection cannot be shared by": mixed_heads,
+    "its heads cannot be shared between ranks": alibi,
+    "works on them together": lambda: gated({"gate": "colwise"}),
+    "takes all of them": lambda: gated({"gate": "colwise", "up": "colwise"}),
+    "takes a rank's part of the features, and": lambda: gated({"down": "rowwise"}),
+    "expected Shard(dim)": no_layout,
     "among features that are sharded; give it a rule": between,
     "is already shared between ranks": twice,
     "have different models or plans": lambda: plan({"up": ["colwise", "rowwise"][rank()]}),
     "takes a module, found": lambda: plan("auto", [model()]),
-    "features (shape": whole_features,
+    "as a column-parallel layer before it gives": whole_features,
+    "may give each rank its part of them": part_of_features,
+    "of a plain tensor is sharded unevenly": lambda: on_a_sequence((2, 3 - rank(), 4)),
+    "the ranks hold different tensors": lambda: on_a_sequence((2 + rank(), 3, 4)),
+    "for an activation of shape": lambda: on_a_sequence((2, 3, 4), 7),
     "in an embedding of": large_id,
     "is ambiguous whether it is whole": plain_beside,
     "must be whole": along_shards,
     "must use all": mesh_too_large,
     "expected a 1-D mesh or one with a dim named 'tp'": two_dims,
+    "has no values yet": used_empty,
     "of the gradients is": infinite_norm,
     "does not fit the model": other_keys,
     "holds no checkpoint": nothing_there,
