@@ -7,6 +7,7 @@ the projections' names.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +15,22 @@ from typing import Any
 from hyper_parallel.errors import ParallelPlanError
 from hyper_parallel.platform.modules import LayerFacts, Module
 
-__all__ = ["Attention", "OutputParts", "find_attention", "fused_parts"]
+__all__ = ["PROJECTIONS", "Attention", "OutputParts", "find_attention", "fused_parts"]
 
-_QUERY = frozenset({"q_proj", "query", "wq", "q_attn"})
-_KEY_VALUE = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv"})
-_FUSED = frozenset({"qkv_proj", "c_attn"})
+_QUERY = frozenset({"q_proj", "query", "wq", "q_attn", "q", "to_q", "q_lin"})
+_KEY_VALUE = frozenset({"k_proj", "v_proj", "key", "value", "wk", "wv", "k", "v", "to_k", "to_v", "k_lin", "v_lin"})
+_FUSED = frozenset({"qkv_proj", "c_attn", "Wqkv", "qkv"})
 """Outputs are [queries; keys; values]."""
 _INTERLEAVED = frozenset({"query_key_value"})
 """Outputs are a query, a key and a value for each head in turn."""
+PROJECTIONS = _QUERY | _KEY_VALUE | _FUSED | _INTERLEAVED
+"""Names of layers whose outputs an attention module works on together."""
 _GATE_UP = frozenset({"gate_up_proj"})
+
+_FOR_ALL_HEADS = frozenset({"alibi", "position_bias"})
+"""Arguments of Bloom's attention, of MPT's and of T5's."""
+_OTHER_FUSED = frozenset({"multi_query", "mp_num"})
+"""Attributes of GPT-BigCode's attention, and of CodeGen's: both mix the heads of queries, keys and values."""
 
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -53,9 +61,7 @@ class Attention:
     @property
     def head_widths(self) -> frozenset[int]:
         """Widths of its heads."""
-        return frozenset(
-            part // heads for p in self.projections.values() for part, heads in zip(p.parts, p.heads)
-        )
+        return frozenset(part // heads for p in self.projections.values() for part, heads in zip(p.parts, p.heads))
 
 
 class LocalHeadsConfig:
@@ -95,6 +101,8 @@ def find_attention(
     roles = {child: role for child in column_children if (role := _role(child)) is not None}
     if not set(roles.values()) & {"query", "fused", "interleaved"}:
         return None
+    if ranks > 1:
+        _refuse_other_layouts(name, module, set(roles.values()))
     queries, key_values = _head_counts(name, module, config)
     if queries % ranks:
         raise ParallelPlanError(
@@ -106,6 +114,11 @@ def find_attention(
             f"{name}: {key_values} key/value heads cannot be laid over {ranks} tensor-parallel ranks; expected one to "
             "be a multiple of the other"
         )
+    if "interleaved" in roles.values() and key_values != queries and key_values % ranks:
+        raise ParallelPlanError(
+            f"{name}: {key_values} key/value heads inside one projection cannot be shared by {ranks} tensor-parallel "
+            f"ranks; expected a multiple of {ranks}"
+        )
     known = _first_integer(module, ("head_dim", "head_size"))
     projections = {
         child: _parts(f"{name}.{child}", role, column_children[child], queries, key_values, known)
@@ -113,6 +126,28 @@ def find_attention(
     }
     has_fused = "fused" in roles.values()
     return Attention(projections, _attributes(module, queries, key_values, ranks, projections, has_fused))
+
+
+def _refuse_other_layouts(name: str, module: Module, roles: set[str]) -> None:
+    """Attention that a share of the heads would make compute something else, or fail in its middle.
+
+    Raises:
+        ParallelPlanError: what is made for all heads comes from outside; a fused projection is not laid out as its
+            name says.
+    """
+    found = None
+    forward = getattr(module, "forward", None) or getattr(module, "construct", None)
+    taken = set(inspect.signature(forward).parameters) if callable(forward) else set()
+    for argument in sorted(_FOR_ALL_HEADS & taken):
+        found = f"its forward takes {argument!r}, which is made for all heads outside of it"
+    for attribute in sorted(_OTHER_FUSED):
+        if "fused" in roles and hasattr(module, attribute):
+            found = f"its projection is not laid out as [queries; keys; values] (it has the attribute {attribute!r})"
+    if found:
+        raise ParallelPlanError(
+            f"{name}: its heads cannot be shared between ranks: {found}; leave its projections out of the plan, which "
+            "keeps them whole"
+        )
 
 
 def fused_parts(child: str, facts: LayerFacts) -> OutputParts | None:
@@ -191,9 +226,7 @@ def _attributes(
         width = max(parts.parts[0] for parts in projections.values())
         values["split_size"] = (width, width // ranks)
     found: dict[str, Any] = {
-        name: own
-        for name, (whole, own) in values.items()
-        if getattr(module, name, None) == whole and own != whole
+        name: own for name, (whole, own) in values.items() if getattr(module, name, None) == whole and own != whole
     }
     config = getattr(module, "config", None)
     if has_fused and config is not None and ranks > 1:

@@ -10,7 +10,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import LayerFacts, Module, get_module_backend
 from hyper_parallel.tensor_parallel.attention import Attention
 from hyper_parallel.tensor_parallel.prepare import SummedGradients
-from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
+from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, placement_of
 
 __all__ = ["keeps_shards", "rules_between"]
 
@@ -22,7 +22,7 @@ def keeps_shards(style: ParallelStyle) -> bool:
     return (
         isinstance(style, ColwiseParallel)
         and style.use_local_output
-        and style.output_layouts in (None, Shard(-1), Shard(2))
+        and placement_of(style.output_layouts, Shard(-1)) in (Shard(-1), Shard(2))
     )
 
 

@@ -15,7 +15,15 @@ from hyper_parallel.platform.modules import Module
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.activations import take_apart
 from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
-from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, Site, check_shareable, placement_of
+from hyper_parallel.tensor_parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    Site,
+    check_layouts,
+    check_shareable,
+    placement_of,
+)
+from hyper_parallel.tensor_parallel.widths import sharded_size
 
 __all__ = ["LinearLossParallel"]
 
@@ -37,7 +45,9 @@ class LinearLossRule(Rule):
 
     @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> UncomputedLogits:
-        hidden, layout = take_apart(input, self.mesh, self.input)
+        where = self.place(module)
+        size = sharded_size(input, self.input, self.head.in_features, where)
+        hidden, layout = take_apart(input, self.mesh, self.input, size, where=where)
         if not _over_tokens(layout):
             whole = layout.replace([Replicate()])
             hidden, layout = redistribute_local(hidden, layout, whole), whole
@@ -88,6 +98,9 @@ class LinearLossParallel(ParallelStyle):
     input_layouts: Placement | None = None
     chunk_size: int | None = None
 
+    def __post_init__(self) -> None:
+        check_layouts(self.input_layouts)
+
     def bind(self, site: Site) -> Rule:
         """See :class:`ParallelStyle`."""
         check_shareable(self, site)
@@ -95,10 +108,16 @@ class LinearLossParallel(ParallelStyle):
             raise site.refuse(self, f"it is a {site.facts.type_name}; expected a linear layer with a weight [out, in]")
         if self.chunk_size is not None and self.chunk_size < 1:
             raise site.refuse(self, f"chunk_size is {self.chunk_size}; expected at least 1 or None")
-        given = placement_of(self.input_layouts, Replicate())
         head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False).bind(site)
         assert isinstance(head, ColumnRule)
-        return LinearLossRule(mesh=site.mesh, cuts=head.cuts, input=given, head=head, chunk_size=self.chunk_size)
+        return LinearLossRule(
+            mesh=site.mesh,
+            cuts=head.cuts,
+            input=placement_of(self.input_layouts, Replicate()),
+            where=site.name,
+            head=head,
+            chunk_size=self.chunk_size,
+        )
 
     def describe(self) -> str:
         """One short line for reports."""

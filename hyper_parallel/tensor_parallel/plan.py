@@ -25,6 +25,7 @@ from hyper_parallel.tensor_parallel.replicas import make_replica_sum
 from hyper_parallel.tensor_parallel.report import PlanReport
 from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
 from hyper_parallel.tensor_parallel.styles import ParallelStyle
+from hyper_parallel.tensor_parallel.watch import watch
 
 __all__ = ["parallelize_module", "sharding_report"]
 
@@ -68,7 +69,8 @@ def parallelize_module(
 
     Raises:
         ParallelPlanError: on every rank, before anything is changed: a pattern that names nothing, modules
-            that do not fit their style, heads that do not fit the ranks, ranks with different models.
+            that do not fit their style, heads that do not fit the ranks, some of the layers that a block works on
+            together (gate and up; query, key and value) without the others, ranks with different models.
 
     Warns when the ranks' copies differ in the first row of some parameter: built without a common seed, they make up
     no model together, unless weights are loaded or drawn afterwards.
@@ -171,7 +173,9 @@ def _apply(planned: Planned, group: Group) -> None:
             if spec is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 backend.cut_parameter(parameter, spec, group.rank)
-        backend.add_rule(bound.module, _with_replica_sums(bound.rule, group))
+        backend.add_rule(bound.module, _with_replica_sums(bound.rule, group), bound.name)
+    for module, rule in planned.watched:
+        watch(module, rule)
     for module, attributes in planned.attributes:
         for name, value in attributes.items():
             setattr(module, name, value)

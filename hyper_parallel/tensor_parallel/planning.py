@@ -23,7 +23,9 @@ from hyper_parallel.tensor_parallel.patterns import match_patterns
 from hyper_parallel.tensor_parallel.report import PlanReport, ReportedParameter, ReportedRule
 from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
 from hyper_parallel.tensor_parallel.shared_input import SharedInput
+from hyper_parallel.tensor_parallel.siblings import check_siblings
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, Site
+from hyper_parallel.tensor_parallel.watch import WidthRule, rules_for_neighbours
 
 __all__ = ["BoundModule", "Planned", "plan_model"]
 
@@ -46,11 +48,13 @@ class Planned:
     Attributes:
         bound: the modules that get a rule.
         attributes: modules and what to set on them.
+        watched: modules that stay whole, and a rule that looks at what they are given.
         report: what to tell the user.
     """
 
     bound: list[BoundModule]
     attributes: list[tuple[Module, Mapping[str, Any]]]
+    watched: list[tuple[Module, WidthRule]]
     report: PlanReport
 
 
@@ -99,6 +103,8 @@ class _Planner:
         )
         chosen = {name: (pattern, styles[pattern]) for pattern, names in matched.items() for name in names}
         self._add_tied(chosen)
+        if self.mesh.size() > 1:
+            check_siblings(self.facts, chosen)
         attentions = self._attentions(chosen)
         chosen |= rules_between(self.modules, self.facts, chosen, attentions, automatic)
         bound = [
@@ -108,7 +114,9 @@ class _Planner:
         bound = _share_inputs(bound)
         self._check_tied(bound)
         attributes = [(self.modules[name], attention.attributes) for name, attention in attentions.items()]
-        return Planned(bound, attributes, self._report(bound, [n for n in layers if n not in chosen]))
+        neighbours = rules_for_neighbours(self.facts, chosen, self.mesh)
+        watched = [(self.modules[name], rule) for name, rule in neighbours.items()]
+        return Planned(bound, attributes, watched, self._report(bound, [n for n in layers if n not in chosen]))
 
     # -- additions to the plan -------------------------------------------------------------------------------
 
@@ -261,5 +269,3 @@ def _count(shape: tuple[int, ...]) -> int:
     for size in shape:
         product *= size
     return product
-
-

@@ -29,6 +29,7 @@ from typing import Any
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.tensor_parallel.even import ensure_even
 from hyper_parallel.tensor_parallel.groups import resolve_group
 
 __all__ = [
@@ -80,10 +81,11 @@ def gather_from_tp_region(x: Tensor, group: Any, dim: int = -1, *, size: Sizes =
         group: the ranks.
         dim: the dim to join along.
         size: the joined size of ``dim``, cut in ``torch.chunk`` sizes; or the size of each rank's piece;
-            None: all pieces are as large as this one.
+            None: all pieces are as large as this one. On CPU the ranks agree on that first, by an all-gather
+            of 16 bytes; on accelerators it is not looked at.
 
     Raises:
-        ValueError: ``size`` does not fit ``x`` or the group.
+        ValueError: ``size`` does not fit ``x`` or the group; without it, pieces of different shapes, on all ranks.
         IndexError: ``x`` has no ``dim``.
 
     Example:
@@ -119,7 +121,8 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Any, dim: int = 1, *, si
     ``dim``.
 
     After a row-parallel layer whose output is sharded over the sequence. Arguments as in
-    :func:`scatter_to_tp_region`.
+    :func:`scatter_to_tp_region`. Without ``size`` the ranks agree on CPU that their shapes are equal, by an
+    all-gather of 16 bytes.
     """
     return ReduceScatterToSequenceRegion(resolve_group(group), dim, size)(x)
 
@@ -190,6 +193,8 @@ class _DimRegion(_Region):
     def _bind(self, x: Tensor) -> Any:
         """The same region with ``dim`` counted from the front and ``size`` spelt out per rank."""
         shape = get_platform().shape(x)
+        if self.size is None:
+            self._check_others(x)
         if not -len(shape) <= self.dim < len(shape):
             raise IndexError(f"{type(self).__name__} along dim {self.dim} of a tensor of shape {shape}")
         dim = self.dim % len(shape)
@@ -204,6 +209,9 @@ class _DimRegion(_Region):
 
     def _check(self, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> None:
         raise NotImplementedError
+
+    def _check_others(self, x: Tensor) -> None:
+        """Whether all ranks hold what a map without ``size`` takes for granted, before it sends anything."""
 
     # ``dim`` and ``size`` are bound in what follows
 
@@ -220,6 +228,9 @@ class _DimRegion(_Region):
 
 @dataclass(frozen=True, eq=False)
 class _Joining(_DimRegion):
+    def _check_others(self, x: Tensor) -> None:
+        ensure_even(x, self.dim, self.group, type(self).__name__, "size={lengths}")
+
     def _sizes(self, own: int) -> tuple[int, ...]:
         if self.size is None:
             return (own,) * self.group.size
@@ -274,6 +285,9 @@ class GatherFromSequenceRegion(_Joining):
 @dataclass(frozen=True, eq=False)
 class ReduceScatterToSequenceRegion(_Cutting):
     """See :func:`reduce_scatter_to_sequence_region`."""
+
+    def _check_others(self, x: Tensor) -> None:
+        ensure_even(x, None, self.group, type(self).__name__)
 
     forward = _DimRegion._sum_own_piece
     backward = _DimRegion._join

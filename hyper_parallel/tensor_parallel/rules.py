@@ -18,14 +18,17 @@ from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
-from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards, is_whole
+from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards, is_whole, shape_of
+from hyper_parallel.tensor_parallel.even import DTENSOR_SAYS, check_dim
 from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, reduce_from_tp_region, scatter_to_tp_region
 from hyper_parallel.tensor_parallel.replicas import ReplicaSum
 from hyper_parallel.tensor_parallel.shared_input import SharedInput
+from hyper_parallel.tensor_parallel.widths import ensure_whole_features, sharded_size
 
 __all__ = ["ColumnRule", "EmbeddingColumnRule", "RowRule", "Rule", "VocabRule"]
 
 _LAST = Shard(-1)
+_SEQUENCE_SAYS = f"sequence_length={{size}} in the call, or {DTENSOR_SAYS}"
 _opaque = get_platform().opaque  # collectives run as they are, a compiler gets what lies between the layers
 
 
@@ -39,6 +42,7 @@ class Rule:
         input: how a plain input lies.
         output: how the output shall lie.
         use_local: whether the output is a plain local tensor; else it is a DTensor.
+        where: the module's name in the model that was parallelised, for messages; else empty.
     """
 
     mesh: DeviceMesh
@@ -46,6 +50,7 @@ class Rule:
     input: Placement = field(default_factory=Replicate)
     output: Placement = field(default_factory=Replicate)
     use_local: bool = True
+    where: str = ""
 
     @property
     def group(self) -> Group:
@@ -54,6 +59,10 @@ class Rule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
         return self
+
+    def place(self, module: Module) -> str:
+        """What messages call the module: its name, or its class."""
+        return self.where or type(module).__name__.removeprefix("Parallel")
 
     def __call__(self, module: Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
@@ -88,22 +97,28 @@ class ColumnRule(Rule):
         """``sequence_length``: the global size of the dim that a plain sharded input is sharded over, if
         uneven.
         """
-        backend = get_module_backend()
+        backend, where = get_module_backend(), self.place(module)
+        size = sharded_size(input, self.input, self.in_features, where, sequence_length)
         weight, bias = (self._parameter(module, name) for name in ("weight", "bias"))
 
         def prepare(given: Any) -> Tensor:
-            x, shared = fetch_for_shards(given, self.mesh, self.input, sequence_length)
+            x, shared = fetch_for_shards(given, self.mesh, self.input, size, where=where, say=_SEQUENCE_SAYS)
             return copy_to_tp_region(x, self.group) if shared else x
 
         if self.shared_input is not None:
-            x = self.shared_input.take(input, (self.group.ranks, self.input, sequence_length), prepare)
+            x = self.shared_input.take(input, (self.group.ranks, self.input, size), prepare)
             y = backend.linear(x, weight, bias, self.transposed)
         elif self.overlap and is_whole(input, self.input):
-            x = fetch(input, self.mesh, self.input, Replicate())
+            x = fetch(input, self.mesh, self.input, Replicate(), where=where)
             y = backend.shared_linear(x, weight, bias, self.transposed, self.group)
         else:
             y = backend.linear(prepare(input), weight, bias, self.transposed)
-        return _deliver_features(self, y, self.out_features)
+        return _deliver_features(self, y, self.out_features, where)
+
+    @property
+    def in_features(self) -> int:
+        """The layer's input width."""
+        return self.cuts["weight"].shape[0 if self.transposed else 1]
 
     def _parameter(self, module: Module, name: str) -> Tensor | None:
         parameter = getattr(module, name, None)
@@ -125,21 +140,25 @@ class RowRule(Rule):
 
     @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
-        x = self._own_features(input)
+        where = self.place(module)
+        x = self._own_features(input, where)
         y = get_module_backend().linear(x, module.weight, None, self.transposed)
         bias = getattr(module, "bias", None)
-        return _deliver_sum(self, y, bias)
+        return _deliver_sum(self, y, bias, where)
 
-    def _own_features(self, input: Any) -> Tensor:
-        shape = get_platform().shape(input)
+    def _own_features(self, input: Any, where: str) -> Tensor:
+        shape = shape_of(input)
         last = len(shape) - 1
         if self.input not in (_LAST, Shard(last)) or isinstance(input, DTensor):
-            return fetch(input, self.mesh, self.input, _LAST)
+            ensure_whole_features(shape, self.in_features, where)
+            return fetch(input, self.mesh, self.input, _LAST, where=where)
         own = self.cuts["weight"].local_shape(self.group.rank)[0 if self.transposed else 1]
         if shape[last] != own:
+            part = f"the part of rank {self.group.rank} of {self.in_features} over {self.mesh.describe()}"
             raise ValueError(
-                f"the input has {shape[last]} features (shape {shape}); expected {own}, the part of rank "
-                f"{self.group.rank} of {self.in_features} over {self.mesh.describe()}"
+                f"{where}: the input has {shape[last]} features (shape {shape}); expected {own}, {part}, as a "
+                "column-parallel layer before it gives. Where the input is whole: RowwiseParallel(input_layouts="
+                "Replicate()), or input_is_parallel=False"
             )
         return input
 
@@ -164,14 +183,15 @@ class VocabRule(Rule):
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
         spec = self.cuts[self.weight]
         start, stop = spec.ranges[self.group.rank][0]
-        ids = fetch(input, self.mesh, self.input, Replicate())
+        where = self.place(module)
+        ids = fetch(input, self.mesh, self.input, Replicate(), where=where)
         check_ids(ids, spec.shape[0])
         padding = self.padding_idx
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         rows = get_module_backend().lookup(ids, getattr(module, self.weight), start, own_padding)
         if self.scale is not None:
             rows = get_module_backend().scaled(rows, getattr(module, self.scale))
-        return _deliver_sum(self, rows, None)
+        return _deliver_sum(self, rows, None, where)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -188,12 +208,13 @@ class EmbeddingColumnRule(Rule):
 
     @_opaque
     def __call__(self, module: Module, forward: Callable[..., Any], input: Any) -> Any:
-        ids = fetch(input, self.mesh, self.input, Replicate())
+        where = self.place(module)
+        ids = fetch(input, self.mesh, self.input, Replicate(), where=where)
         check_ids(ids, self.cuts[self.weight].shape[0])
         rows = get_module_backend().lookup(ids, getattr(module, self.weight), 0, self.padding_idx)
         if self.scale is not None:
             rows = get_module_backend().scaled(rows, getattr(module, self.scale))
-        return _deliver_features(self, rows, self.out_features)
+        return _deliver_features(self, rows, self.out_features, where)
 
 
 def check_ids(ids: Tensor, rows: int) -> None:
@@ -227,28 +248,34 @@ def is_plain_cut(spec: ShardSpec) -> bool:
     return spec.ranges == ShardSpec.chunk(spec.shape, spec.dim, spec.num_ranks).ranges
 
 
-def _deliver_features(rule: Rule, y: Tensor, features: int) -> Any:
+def _deliver_features(rule: Rule, y: Tensor, features: int, where: str) -> Any:
     """Bring the own output features to where the rule wants them."""
-    if rule.use_local and rule.output == _LAST:
-        return y
     shape = get_platform().shape(y)
+    check_dim(rule.output, shape, where, "output")
+    if rule.use_local and rule.output in (_LAST, Shard(len(shape) - 1)):
+        return y
+    if rule.mesh.size() > 1 and not is_plain_cut(rule.cuts[getattr(rule, "weight", "weight")]):
+        raise ValueError(
+            f"{where}: found {rule.output!r} for an output of shape {shape}, whose features are made of heads or fused "
+            "parts; expected Shard(-1): these lie over the ranks as no placement can say"
+        )
     layout = Layout(rule.mesh, [_LAST], (*shape[:-1], features))
-    return deliver(y, layout, rule.output, rule.use_local)
+    return deliver(y, layout, rule.output, rule.use_local, where)
 
 
-def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None) -> Any:
+def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None, where: str) -> Any:
     """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it."""
     if rule.use_local and isinstance(rule.output, Replicate):
         y = reduce_from_tp_region(y, rule.group)
         return y if bias is None else y + beside(bias, y)
     shape: Sequence[int] = get_platform().shape(y)
     layout = Layout(rule.mesh, [Partial()], shape)
+    y = deliver(y, layout, rule.output, use_local=True, where=where)
     target = layout.replace([rule.output])
-    y = deliver(y, layout, rule.output, use_local=True)
     if bias is not None:
         placement = target.placements[0]
         if isinstance(placement, Shard):
             last = placement.dim == len(shape) - 1
             bias = scatter_to_tp_region(bias, rule.group) if last else copy_to_tp_region(bias, rule.group)
         y = y + beside(bias, y)
-    return deliver(y, target, rule.output, rule.use_local)
+    return deliver(y, target, rule.output, rule.use_local, where)

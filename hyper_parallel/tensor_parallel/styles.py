@@ -27,7 +27,15 @@ from hyper_parallel.tensor_parallel.rules import (
 )
 from hyper_parallel.tensor_parallel.shard_loader import ParallelRule, rule_spec
 
-__all__ = ["ColwiseParallel", "ParallelStyle", "RowwiseParallel", "Site", "check_shareable", "placement_of"]
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "RowwiseParallel",
+    "Site",
+    "check_layouts",
+    "check_shareable",
+    "placement_of",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,9 @@ class ColwiseParallel(ParallelStyle):
     heads: Sequence[int] | int = ()
     kind: str | None = None
 
+    def __post_init__(self) -> None:
+        check_layouts(self.input_layouts, self.output_layouts)
+
     def bind(self, site: Site) -> Rule:
         """See :class:`ParallelStyle`."""
         output = placement_of(self.output_layouts, Shard(-1))
@@ -122,6 +133,7 @@ class ColwiseParallel(ParallelStyle):
             "input": placement_of(self.input_layouts, Replicate()),
             "output": output,
             "use_local": self.use_local_output,
+            "where": site.name,
             "out_features": site.facts.out_features,
         }
         check_shareable(self, site)
@@ -185,6 +197,9 @@ class RowwiseParallel(ParallelStyle):
     use_local_output: bool = True
     kind: str | None = None
 
+    def __post_init__(self) -> None:
+        check_layouts(self.input_layouts, self.output_layouts)
+
     def bind(self, site: Site) -> Rule:
         """See :class:`ParallelStyle`."""
         facts = site.facts
@@ -194,6 +209,7 @@ class RowwiseParallel(ParallelStyle):
             "input": placement_of(self.input_layouts, Replicate() if is_embedding else Shard(-1)),
             "output": placement_of(self.output_layouts, Replicate()),
             "use_local": self.use_local_output,
+            "where": site.name,
         }
         check_shareable(self, site)
         if is_embedding:
@@ -229,6 +245,16 @@ def _lookup_settings(facts: LayerFacts) -> dict[str, Any]:
     return {"padding_idx": facts.padding_idx, "scale": facts.scale, "weight": facts.weight}
 
 
+def check_layouts(*given: Placement | None) -> None:
+    """Refuse what can be no layout, as soon as a style is made.
+
+    Raises:
+        ParallelPlanError: see :func:`placement_of`.
+    """
+    for layout in given:
+        placement_of(layout, Replicate())
+
+
 def placement_of(given: Placement | None, default: Placement) -> Placement:
     """The placement to use.
 
@@ -242,5 +268,3 @@ def placement_of(given: Placement | None, default: Placement) -> Placement:
     if not isinstance(given, (Shard, Replicate)):
         raise ParallelPlanError(f"expected Shard(dim) or Replicate() as layout, found {given!r}")
     return given
-
-

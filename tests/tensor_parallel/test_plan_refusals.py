@@ -21,7 +21,7 @@ def refused(case: str) -> None:
 
     adapter = this_adapter()
     model: Any = adapter.module("Tiny", case == "parts", case == "tied")
-    plan: Any = {"layers.*.mlp.up": "colwise"}
+    plan: Any = {"head": "colwise"}
     if case == "misspelt":
         plan = {"layers.*.mlp.upp": "colwise"}
     elif case == "unknown kind":
@@ -37,7 +37,7 @@ def refused(case: str) -> None:
         model.extra = adapter.module("embedding", 11, 6, max_norm=1.0)
         plan = {"extra": "embedding_rowwise"}
     elif case == "parts":
-        plan = {"layers.*.mlp.gate_up_proj": ColwiseParallel(parts=(3, 4))}
+        plan = {"layers.*.mlp.gate_up_proj": ColwiseParallel(parts=(3, 4)), "layers.*.mlp.down": "rowwise"}
     elif case == "gathered parts":
         plan = {"head": ColwiseParallel(parts=(4, 7), use_local_output=False)}
     elif case == "heads":
@@ -59,7 +59,12 @@ def refused(case: str) -> None:
     elif case == "other models":
         model.extra = adapter.module("linear", 6, 11 + this_rank())
     elif case == "left out":
-        plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+        model.layers[0].mlp.between = adapter.module("linear", 10, 10)
+        plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.gate": "colwise", "layers.*.mlp.down": "rowwise"}
+    elif case in INCOMPLETE:
+        plan = INCOMPLETE[case]
+        if "attn" in str(plan):
+            model = adapter.module("AttentionModel", 4, 2, False)
     backend = get_module_backend()
 
     def state() -> Any:
@@ -73,6 +78,20 @@ def refused(case: str) -> None:
     finally:
         assert state() == before
 
+
+INCOMPLETE: dict[str, Any] = {
+    "gate alone": {"layers.*.mlp.gate": "colwise"},
+    "up gathered": {"layers.*.mlp.gate": "colwise", "layers.*.mlp.up": "colwise_rep", "layers.*.mlp.down": "rowwise"},
+    "up replicated": {"layers.*.mlp.gate": "colwise", "layers.*.mlp.up": "replicate", "layers.*.mlp.down": "rowwise"},
+    "down left out": {"layers.*.mlp.gate": "colwise", "layers.*.mlp.up": "colwise"},
+    "down takes all": {"layers.*.mlp.*[ep]": "colwise", "layers.*.mlp.down": "rowwise_split_input"},
+    "down alone": {"layers.*.mlp.down": "rowwise"},
+    "key alone": {"attn.k_proj": "colwise"},
+    "value replicated": {"attn.[qk]_proj": "colwise", "attn.v_proj": "replicate", "attn.o_proj": "rowwise"},
+    "no output": {"attn.[qkv]_proj": "colwise"},
+    "output alone": {"attn.o_proj": "rowwise"},
+}
+"""Some of the layers that a block works on together, without the others."""
 
 REFUSED = {
     "misspelt": ("names no module", "near matches: layers.*.mlp.up", "layers.*.mlp.down"),
@@ -89,10 +108,20 @@ REFUSED = {
     "layouts": ("head", "1 layouts", "0"),
     "no plan known": ("no plan is known for Tiny", "gpt2"),
     "no plan": ("expected 'auto'", "None"),
-    "twice": ("layers.0.mlp.up.", "already shared"),
+    "twice": ("head.weight", "already shared"),
     "one rank": ("'headd' names no module",),
     "other models": ("ranks 0 and 1 have different models", "(11, 6)", "(12, 6)"),
-    "left out": ("layers.0.mlp.gate has parameters", "among features that are sharded", "give it a rule"),
+    "left out": ("layers.0.mlp.between has parameters", "among features that are sharded", "give it a rule"),
+    "gate alone": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (not in the plan) all"),
+    "up gathered": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (ColwiseParallel -> R) all"),
+    "up replicated": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (NoParallel"),
+    "down left out": ("layers.0.mlp.gate and layers.0.mlp.up", "layers.0.mlp.down (not in the plan) takes all"),
+    "down takes all": ("layers.0.mlp.down (RowwiseParallel R -> R) takes all", "expected 'rowwise' for it"),
+    "down alone": ("layers.0.mlp.down (RowwiseParallel -> R) takes a rank's part", "layers.0.mlp.up (not in the plan)"),
+    "key alone": ("attn.k_proj (ColwiseParallel -> S(-1)) give", "attn.q_proj and attn.v_proj (not in the plan) all"),
+    "value replicated": ("attn.k_proj and attn.q_proj (", "attn.v_proj (NoParallel"),
+    "no output": ("attn.k_proj and attn.q_proj and attn.v_proj (", "attn.o_proj (not in the plan) takes all"),
+    "output alone": ("attn.o_proj (RowwiseParallel -> R) takes a rank's part", "expected 'colwise' for these"),
 }
 
 
@@ -142,3 +171,55 @@ def not_a_module() -> None:
 def test_not_a_module(platform: str, world_size: int) -> None:
     for error in run_distributed(not_a_module, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "TypeError" and "found list" in error.message
+
+
+CHAINS: dict[str, dict[str, str]] = {
+    "whole": {"block.first": "colwise"},
+    "column": {"block.first": "colwise", "block.second": "colwise"},
+    "row": {"block.second": "rowwise"},
+    "row of all": {"block.first": "colwise", "block.second": "rowwise_split_input"},
+    "linear loss": {"block.first": "colwise", "block.second": "linear_loss"},
+}
+"""Plans that are wrong in the middle, of layers whose names do not tell."""
+
+
+def chained() -> dict[str, str]:
+    """What the first forward raises, for each of them and for the library's own layers."""
+    from hyper_parallel import ColumnParallelLinear, RowParallelLinear
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter = this_adapter()
+    x = adapter.tensor(np.ones((2, 3, 6)))
+    options: dict[str, Any] = {"group": adapter.mesh["tp"], "dtype": adapter.dtype("float64")}
+    layers = {
+        "own column": ColumnParallelLinear(10, 6, **options),
+        "own row": RowParallelLinear(6, 10, **options),
+        **{case: parallelize_module(adapter.module("Chain"), adapter.mesh, plan) for case, plan in CHAINS.items()},
+    }
+    found = {}
+    for case, layer in layers.items():
+        try:
+            layer(x)
+        except ValueError as error:
+            found[case] = str(error)
+    return found
+
+
+@on_groups(2)
+def test_a_plan_that_is_wrong_in_the_middle(platform: str, world_size: int) -> None:
+    """What planning cannot see: the layer that is given the wrong width names itself and the likely cause."""
+    part = "the input has 5 features (shape (2, 3, 5)); expected all 10, on every rank."
+    expected = {
+        "whole": f"block.second: {part} block.first may give each rank its part",
+        "column": f"block.second: {part} A layer before it may give each rank its part",
+        "row of all": f"block.second: {part} A layer before it may give each rank its part",
+        "linear loss": f"block.second: {part} A layer before it may give each rank its part",
+        "row": "block.second: the input has 10 features (shape (2, 3, 10)); expected 5, the part of rank",
+        "own column": "ColumnParallelLinear: the input has 6 features (shape (2, 3, 6)); expected all 10",
+        "own row": "RowParallelLinear: the input has 6 features (shape (2, 3, 6)); expected 3, the part of rank",
+    }
+    for found in run_distributed(chained, platform=platform, world_size=world_size):
+        assert found.keys() == expected.keys()
+        for case, text in expected.items():
+            assert found[case].startswith(text), found[case]

@@ -136,16 +136,22 @@ def test_second_derivatives(name: str, platform: str, world_size: int) -> None:
         np.testing.assert_allclose(second, first / x, rtol=1e-12)
 
 
-def collectives_of(name: str) -> tuple[dict[str, int], dict[str, int]]:
+def collectives_of(name: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Of a region that is told no size, and of one that is."""
     from hyper_parallel.tensor_parallel import regions
     from tests.tensor_parallel.adapters import this_adapter
 
     adapter = this_adapter()
+    size = 4 * adapter.mesh.size() if "gather_from" in name else 4
     options = {} if "copy" in name or "reduce_from" in name else {"dim": 1}
-    found = adapter.differentiate(
-        lambda x: getattr(regions, name)(x, adapter.mesh, **options), [adapter.tensor(values(4, 4))]
-    )
-    return found.forward, found.backward
+    counts = []
+    for told in ({}, {"size": size} if options else {}):
+        found = adapter.differentiate(
+            lambda x, told=told: getattr(regions, name)(x, adapter.mesh, **options, **told),
+            [adapter.tensor(values(4, 4))],
+        )
+        counts.append((found.forward, found.backward))
+    return counts
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -161,8 +167,13 @@ def collectives_of(name: str) -> tuple[dict[str, int], dict[str, int]]:
     ],
 )
 def test_collectives(platform: str, name: str, forward: dict[str, int], backward: dict[str, int]) -> None:
-    assert run_distributed(collectives_of, name, platform=platform, world_size=2) == [(forward, backward)] * 2
-    assert run_distributed(collectives_of, name, platform=platform, world_size=1) == [({}, {})]
+    """Without a size the ranks agree first, where they take each other's for granted (on CPU)."""
+    untold = dict(forward)
+    if "gather_from" in name or "reduce_scatter" in name:
+        untold["all_gather"] = untold.get("all_gather", 0) + 1
+    expected = [(untold, backward), (forward, backward)]
+    assert run_distributed(collectives_of, name, platform=platform, world_size=2) == [expected] * 2
+    assert run_distributed(collectives_of, name, platform=platform, world_size=1) == [[({}, {})] * 2]
 
 
 def identity_alone(name: str) -> bool:

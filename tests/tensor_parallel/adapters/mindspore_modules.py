@@ -59,6 +59,23 @@ class Tiny(nn.Cell):
         return self.head(self.norm(x))
 
 
+class Pair(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dense(WIDTH, INNER), mint.nn.Linear(INNER, WIDTH)
+
+
+class Chain(nn.Cell):
+    """Two layers whose names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Pair()
+
+    def construct(self, x: Any) -> Any:
+        return self.block.second(ops.sigmoid(self.block.first(x)))
+
+
 class Outer(nn.Cell):
     """A module that takes a tensor, another by keyword, and gives two."""
 

@@ -57,6 +57,17 @@ class Tiny(nn.Module):
         return self.head(self.norm(x))
 
 
+class Chain(nn.Module):
+    """Two layers whose names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"first": nn.Linear(WIDTH, INNER), "second": nn.Linear(INNER, WIDTH)})
+
+    def forward(self, x: Any) -> Any:
+        return self.block["second"](torch.sigmoid(self.block["first"](x)))
+
+
 class Outer(nn.Module):
     """A module that takes a tensor, another by keyword, and gives two."""
 
