@@ -47,17 +47,14 @@ _FIXED: Mapping[str, Mapping[str, Any]] = {
     "mindspore": {
         "data_parallel": "replicate",
         "compute_dtype": "float32",
-        "activation_checkpoint": "none",
         "compile": False,
-        "recomputed": False,
     }
 }
-"""What is not there on a backend: settings with the only value they may have, and whether the loss runs
-:meth:`TrainingTools.recomputed`."""
+"""What is not there on a backend: settings with the only value they may have."""
 
 
 def absent_settings(backend: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``asked`` (fields of :class:`ModelSettings`, and ``"recomputed"``) a backend has not, with what it has.
+    """What of ``asked`` (fields of :class:`ModelSettings`) a backend has not, with what it has.
 
     Example:
         >>> absent_settings("mindspore", {"compile": True, "compute_dtype": "float32"})
@@ -150,11 +147,9 @@ class TrainingTools(ABC):
         """Inside it the model runs without dropout and its like, and no graph is kept."""
 
     @abstractmethod
-    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """``function(*tensors)``, whose inner values are not kept: backward runs it again.
-
-        Raises:
-            ValueError: the backend cannot.
+    def recomputed(self, function: Callable[..., Tensor], module: Module, *tensors: Tensor) -> Tensor:
+        """``function(*tensors)``, whose inner values are not kept: backward runs it again. Of parameters, it may use
+        those of ``module`` alone.
         """
 
     @abstractmethod

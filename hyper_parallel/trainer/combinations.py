@@ -34,14 +34,13 @@ def _check_backend(options: TrainOptions) -> None:
     asked = {
         "data_parallel": (parallelism.data_parallel, "parallelism.data_parallel"),
         "compute_dtype": (training.mixed_precision_param, "training.mixed_precision_param"),
-        "activation_checkpoint": (training.activation_checkpoint, "training.activation_checkpoint"),
         "compile": (training.compile, "training.compile"),
     }
-    values = {name: value for name, (value, _) in asked.items()} | {"recomputed": training.loss == "chunked"}
-    named = {name: f"{option}={value!r}" for name, (value, option) in asked.items()}
-    named["recomputed"] = f"training.loss={training.loss!r}"
-    if found := [named[name] for name in absent_settings(options.backend, values)]:
-        raise ValueError(f"{', '.join(found)}: not there on {options.backend}; use backend 'torch', or leave it out")
+    absent = absent_settings(options.backend, {name: value for name, (value, _) in asked.items()})
+    if absent:
+        found = ", ".join(f"{asked[name][1]}={asked[name][0]!r}" for name in absent)
+        there = ", ".join(f"{asked[name][1]}={value!r}" for name, value in absent.items())
+        raise ValueError(f"{found}: not there on {options.backend}; use {there}, or backend 'torch'")
 
 
 def _check_parallelism(options: TrainOptions) -> None:

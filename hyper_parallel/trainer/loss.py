@@ -139,7 +139,7 @@ class ChunkedCrossEntropyLoss(HeadLoss):
             if stop == start:
                 continue
             x, y = (platform.narrow(t, 1, start, stop - start) for t in (whole, labels))
-            loss = tools.recomputed(part, x, y)
+            loss = tools.recomputed(part, head, x, y)
             total = loss if total is None else total + loss
         return total
 

@@ -236,7 +236,7 @@ def check_files(model: Any, reference: Any, folder: str) -> None:
     before = [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
     names = save_hf_checkpoint(model, folder, max_shard_bytes=20000)
     stored = {key: value for name in names for key, value in load_file(f"{folder}/{name}").items()}
-    expected = {name: p for name, p in reference.named_parameters()}
+    expected = dict(reference.named_parameters())
     assert stored.keys() == expected.keys() and all(torch.equal(stored[n], p) for n, p in expected.items())
     with torch.no_grad():
         for parameter in model.parameters():

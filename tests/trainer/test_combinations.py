@@ -56,9 +56,7 @@ def test_what_does_not_go_together(name: str) -> None:
     ("training", "parallelism", "named"),
     [
         (TrainingOptions(mixed_precision_param="bfloat16", compile=True), {}, "mixed_precision_param='bfloat16', "),
-        (TrainingOptions(activation_checkpoint="full"), {}, "training.activation_checkpoint='full'"),
-        (TrainingOptions(loss="chunked"), {}, "training.loss='chunked'"),
-        (TrainingOptions(), {"data_parallel": "fsdp"}, "parallelism.data_parallel='fsdp'"),
+        (TrainingOptions(), {"data_parallel": "fsdp"}, "use parallelism.data_parallel='replicate', or backend 'torch'"),
     ],
 )
 def test_mindspore_says_what_it_has_not(training: TrainingOptions, parallelism: dict[str, Any], named: str) -> None:

@@ -12,13 +12,22 @@ pytestmark = pytest.mark.platform("mindspore")
 
 Columns = dict[str, dict[int, float]]
 
+CHUNKED = ("--training.loss", "chunked", "--training.loss-chunks", "3")
+CHECKPOINT = ("--training.activation-checkpoint", "full")
+
 ARRANGEMENTS = {
     "1x1": (1, 1, ()),
     "1x2": (1, 2, ()),
     "2x1, two parts": (2, 1, ("--training.gradient-accumulation", "2")),
-    "2x2": (2, 2, ()),
+    "2x2, checkpoint": (2, 2, CHECKPOINT),
     "1x2, sequence parallel": (1, 2, ("--parallelism.enable-sequence-parallel",)),
     "1x2, linear": (1, 2, ("--training.loss", "linear")),
+    "1x1, chunked, checkpoint": (1, 1, (*CHUNKED, *CHECKPOINT)),
+    "1x2, chunked, sequence parallel, checkpoint": (
+        1,
+        2,
+        (*CHUNKED, *CHECKPOINT, "--parallelism.enable-sequence-parallel"),
+    ),
     "1x2, loss parallel off": (1, 2, ("--parallelism.disable-loss-parallel",)),
 }
 VALIDATION = ("--validation.freq", "2", "--validation.held-out", "0.1")

@@ -17,6 +17,7 @@ from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore import _communicator, _host, random
 from hyper_parallel.platform.mindspore.deferred import deferred_parameters
+from hyper_parallel.platform.mindspore.recompute import recompute_blocks, recomputed
 from hyper_parallel.platform.training import Learner, Loss, ModelSettings, TrainingTools, absent_settings
 
 __all__ = ["MindSporeLearner", "MindSporeTrainingTools", "create_training_tools"]
@@ -101,7 +102,10 @@ class MindSporeTrainingTools(TrainingTools):
     def learner(
         self, model: nn.Cell, options: Mapping[str, Any], settings: ModelSettings | None = None
     ) -> MindSporeLearner:
-        _refuse_what_is_not_there(settings or ModelSettings())
+        settings = settings or ModelSettings()
+        _refuse_what_is_not_there(settings)
+        if settings.activation_checkpoint == "full":
+            recompute_blocks(model)
         return MindSporeLearner(model, options)
 
     def cross_entropy_sum(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -121,8 +125,9 @@ class MindSporeTrainingTools(TrainingTools):
             for cell, training in before:
                 cell.training = training
 
-    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        raise ValueError("recomputation in backward is not there on MindSpore; expected the 'torch' backend")
+    def recomputed(self, function: Callable[..., Tensor], module: nn.Cell, *tensors: Tensor) -> Tensor:
+        result: Tensor = recomputed(function, tensors, module.trainable_params())
+        return result
 
     def to_device(self, array: np.ndarray, device_type: str) -> Tensor:
         return Tensor(np.ascontiguousarray(array))

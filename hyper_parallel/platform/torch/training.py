@@ -142,7 +142,7 @@ class TorchTrainingTools(TrainingTools):
             for module, training in before.items():
                 module.training = training
 
-    def recomputed(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def recomputed(self, function: Callable[..., Tensor], module: nn.Module, *tensors: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return function(*tensors)
         result: Tensor = checkpoint(function, *tensors, use_reentrant=False)
