@@ -17,13 +17,14 @@ from benchmarks.plot import plot_losses
 from benchmarks.report import fitted, markdown, simple_table
 
 _SUITES = ("loss", "fit", "exchange", "linear", "dispatch", "step")
+_MINDSPORE_SUITES = ("loss", "dispatch", "step")
 _PACKAGES = ("torch", "mindspore", "torchtitan", "megatron-core", "numpy")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     options = _parser().parse_args(arguments)
-    suites = options.suites or ([s for s in _SUITES if s == "loss"] if options.backend == "mindspore" else _SUITES)
+    suites = options.suites or (_MINDSPORE_SUITES if options.backend == "mindspore" else _SUITES)
     found: dict[str, Any] = {"machine": _machine(), "backend": options.backend, "ranks": options.ranks}
     versions = ", ".join(f"{name} {version}" for name, version in found["machine"]["versions"].items())
     text = [f"{found['machine']['processor']}; {versions}"]

@@ -18,7 +18,7 @@ from benchmarks.timing import Clock, interleave
 from hyper_parallel import DTensor, Shard, get_platform, init_device_mesh, loss_parallel
 from hyper_parallel.platform.platform import Group
 
-__all__ = ["run"]
+__all__ = ["barrier", "run"]
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,7 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(f"{name} computes a loss of {value}, others {expected}")
     peaks = {name: peak_extra_bytes(partial(_both, loss, logits)) for name, loss in losses.items()}
     times = interleave(
-        {name: partial(_times, loss, logits) for name, loss in losses.items()}, case["repetitions"], _barrier(group)
+        {name: partial(_times, loss, logits) for name, loss in losses.items()}, case["repetitions"], barrier(group)
     )
     return {
         **case,
@@ -89,7 +89,8 @@ def _times(loss: Loss, logits: Tensor) -> dict[str, float]:
     return {"forward": forward, "backward": max(0.0, both - forward), "both": both, "cpu": worked}
 
 
-def _barrier(group: Group) -> Callable[[], None]:
+def barrier(group: Group) -> Callable[[], None]:
+    """What makes ranks wait for each other."""
     from hyper_parallel.platform.mindspore.collectives import all_reduce
 
     return lambda: all_reduce(Tensor(np.zeros(1, np.float32)), "sum", group).asnumpy()
