@@ -25,7 +25,8 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     """CPU milliseconds of forward and backward by size, and the exponents (1: in proportion)."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     sizes = sorted({(tokens, _CLASSES[1]) for tokens in _TOKENS} | {(_TOKENS[0], classes) for classes in _CLASSES})
-    pool = torch.randn(max(tokens * classes for tokens, classes in sizes) // size, generator=torch.Generator().manual_seed(rank))
+    largest = max(tokens * classes for tokens, classes in sizes)
+    pool = torch.randn(largest // size, generator=torch.Generator().manual_seed(rank))
     room = torch.empty_like(pool)
     ways = {}
     for tokens, classes in sizes:
