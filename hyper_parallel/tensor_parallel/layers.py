@@ -114,7 +114,8 @@ class ColumnParallelLinear(SharedLayer):
 
     Called with ``x [..., in]``, plain or a DTensor; gives ``[..., own features]``, or all of them when
     gathered. With an uneven sequence, ``sequence_length=`` says how long the sequence is on all ranks
-    together.
+    together. A plain sequence without it has to be as long on every rank: on CPU the ranks ask each other
+    first, by an all-gather of 16 bytes, and raise a ValueError on all; on accelerators it is not looked at.
 
     Example:
         >>> up = ColumnParallelLinear(512, 2048, group=mesh["tp"])                      # doctest: +SKIP
@@ -169,7 +170,9 @@ class RowParallelLinear(SharedLayer):
         sequence_dim: the dim to shard then.
         dtype, device: of the parameters.
 
-    Called with ``x [..., own features]``, plain or a DTensor; gives ``[..., out]``.
+    Called with ``x [..., own features]``, plain or a DTensor; gives ``[..., out]``. With
+    ``sequence_parallel`` all ranks have to hold the whole sequence of a plain x: on CPU they ask each other
+    first, by an all-gather of 16 bytes.
     """
 
     def __init__(

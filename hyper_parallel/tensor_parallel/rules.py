@@ -19,7 +19,7 @@ from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.tensor_parallel.activations import deliver, fetch, fetch_for_shards, is_whole, shape_of
-from hyper_parallel.tensor_parallel.even import DTENSOR_SAYS, check_dim
+from hyper_parallel.tensor_parallel.even import DTENSOR_SAYS, check_dim, ensure_even
 from hyper_parallel.tensor_parallel.regions import copy_to_tp_region, reduce_from_tp_region, scatter_to_tp_region
 from hyper_parallel.tensor_parallel.replicas import ReplicaSum
 from hyper_parallel.tensor_parallel.shared_input import SharedInput
@@ -144,7 +144,7 @@ class RowRule(Rule):
         x = self._own_features(input, where)
         y = get_module_backend().linear(x, module.weight, None, self.transposed)
         bias = getattr(module, "bias", None)
-        return _deliver_sum(self, y, bias, where)
+        return _deliver_sum(self, y, bias, where, not isinstance(input, DTensor))
 
     def _own_features(self, input: Any, where: str) -> Tensor:
         shape = shape_of(input)
@@ -191,7 +191,7 @@ class VocabRule(Rule):
         rows = get_module_backend().lookup(ids, getattr(module, self.weight), start, own_padding)
         if self.scale is not None:
             rows = get_module_backend().scaled(rows, getattr(module, self.scale))
-        return _deliver_sum(self, rows, None, where)
+        return _deliver_sum(self, rows, None, where, not isinstance(input, DTensor))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -263,12 +263,16 @@ def _deliver_features(rule: Rule, y: Tensor, features: int, where: str) -> Any:
     return deliver(y, layout, rule.output, rule.use_local, where)
 
 
-def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None, where: str) -> Any:
-    """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it."""
+def _deliver_sum(rule: Rule, y: Tensor, bias: Tensor | None, where: str, plain: bool) -> Any:
+    """Sum the ranks' terms, add the bias once, bring the result to where the rule wants it. Terms of a ``plain`` input
+    that are about to be cut are first compared, as a sequence that is cut already would be a part for the whole.
+    """
     if rule.use_local and isinstance(rule.output, Replicate):
         y = reduce_from_tp_region(y, rule.group)
         return y if bias is None else y + beside(bias, y)
     shape: Sequence[int] = get_platform().shape(y)
+    if plain and isinstance(rule.output, Shard):
+        ensure_even(y, None, rule.group, where)
     layout = Layout(rule.mesh, [Partial()], shape)
     y = deliver(y, layout, rule.output, use_local=True, where=where)
     target = layout.replace([rule.output])

@@ -90,7 +90,7 @@ ROW_CASES = [
         {"sequence_parallel": True},
         -1,
         1,
-        {"reduce_scatter": 1},
+        {"reduce_scatter": 1, "all_gather": 1},  # whether all ranks hold the whole sequence is asked first, on CPU
         {"all_gather": 1, "all_reduce": 1},  # the bias has all tokens' gradient
         id="sequence parallel",
     ),

@@ -12,7 +12,7 @@ from tests.harness import run_distributed, this_rank
 
 
 def refused(case: str) -> None:
-    from hyper_parallel.core.placement_types import Partial, Replicate
+    from hyper_parallel.core.placement_types import Partial, Replicate, Shard
     from hyper_parallel.platform.modules import get_module_backend
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from hyper_parallel.tensor_parallel.prepare import PrepareModuleInput
@@ -61,6 +61,8 @@ def refused(case: str) -> None:
     elif case == "left out":
         model.layers[0].mlp.between = adapter.module("linear", 10, 10)
         plan = {"layers.*.mlp.up": "colwise", "layers.*.mlp.gate": "colwise", "layers.*.mlp.down": "rowwise"}
+    elif case == "layout in a tuple":
+        plan = {"layers.*.mlp.gate": ColwiseParallel(output_layouts=(Shard(-1),))}  # type: ignore[arg-type]
     elif case in INCOMPLETE:
         plan = INCOMPLETE[case]
         if "attn" in str(plan):
@@ -113,6 +115,7 @@ REFUSED = {
     "other models": ("ranks 0 and 1 have different models", "(11, 6)", "(12, 6)"),
     "left out": ("layers.0.mlp.between has parameters", "among features that are sharded", "give it a rule"),
     "gate alone": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (not in the plan) all"),
+    "layout in a tuple": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (not in the plan) all"),
     "up gathered": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (ColwiseParallel -> R) all"),
     "up replicated": ("layers.0.mlp.gate (ColwiseParallel -> S(-1)) give", "layers.0.mlp.up (NoParallel"),
     "down left out": ("layers.0.mlp.gate and layers.0.mlp.up", "layers.0.mlp.down (not in the plan) takes all"),
@@ -185,14 +188,17 @@ CHAINS: dict[str, dict[str, str]] = {
 
 def chained() -> dict[str, str]:
     """What the first forward raises, for each of them and for the library's own layers."""
-    from hyper_parallel import ColumnParallelLinear, RowParallelLinear
+    from hyper_parallel import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, Shard
     from hyper_parallel.tensor_parallel.plan import parallelize_module
     from tests.tensor_parallel.adapters import this_adapter
 
     adapter = this_adapter()
     x = adapter.tensor(np.ones((2, 3, 6)))
     options: dict[str, Any] = {"group": adapter.mesh["tp"], "dtype": adapter.dtype("float64")}
+    parts = adapter.module("linear", 6, 8)
+    parallelize_module(parts, adapter.mesh, ColwiseParallel(parts=2, output_layouts=Shard(2)))
     layers = {
+        "fused parts": lambda x: parts(x[:, None]),
         "own column": ColumnParallelLinear(10, 6, **options),
         "own row": RowParallelLinear(6, 10, **options),
         **{case: parallelize_module(adapter.module("Chain"), adapter.mesh, plan) for case, plan in CHAINS.items()},
@@ -210,12 +216,14 @@ def chained() -> dict[str, str]:
 def test_a_plan_that_is_wrong_in_the_middle(platform: str, world_size: int) -> None:
     """What planning cannot see: the layer that is given the wrong width names itself and the likely cause."""
     part = "the input has 5 features (shape (2, 3, 5)); expected all 10, on every rank."
+    layer = "Dense" if platform == "mindspore" else "Linear"
     expected = {
         "whole": f"block.second: {part} block.first may give each rank its part",
         "column": f"block.second: {part} A layer before it may give each rank its part",
         "row of all": f"block.second: {part} A layer before it may give each rank its part",
         "linear loss": f"block.second: {part} A layer before it may give each rank its part",
         "row": "block.second: the input has 10 features (shape (2, 3, 10)); expected 5, the part of rank",
+        "fused parts": f"{layer}: found Shard(dim=2) for an output of shape (2, 1, 3, 4), whose features are made of",
         "own column": "ColumnParallelLinear: the input has 6 features (shape (2, 3, 6)); expected all 10",
         "own row": "RowParallelLinear: the input has 6 features (shape (2, 3, 6)); expected 3, the part of rank",
     }

@@ -35,8 +35,10 @@ def uneven(lengths: tuple[int, ...]) -> dict[str, str]:
         ColwiseParallel,
         NoParallel,
         PrepareModuleInput,
+        RowParallelLinear,
         RowwiseParallel,
         SequenceParallel,
+        VocabParallelEmbedding,
         VocabParallelHead,
         gather_from_sequence_region,
         gather_from_tp_region,
@@ -60,11 +62,15 @@ def uneven(lengths: tuple[int, ...]) -> dict[str, str]:
             input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True)}
     )  # fmt: skip
     column = ColumnParallelLinear(WIDTH, 4, group=group, sequence_parallel=True, dtype=float64)
+    row = RowParallelLinear(WIDTH, 4, group=group, sequence_parallel=True, dtype=float64)
+    table = VocabParallelEmbedding(11, 4, group=group, sequence_parallel=True, dtype=float64)
     head = VocabParallelHead(WIDTH, 11, group=group, sequence_parallel=True, dtype=float64)
     return said({
         "column": lambda: column(x),
         "head": lambda: head(x),
         "colwise": planned(ColwiseParallel(input_layouts=Shard(1))),
+        "row": lambda: row(x[..., :3]),
+        "rows of a table": lambda: table(ids),
         "rowwise": planned(RowwiseParallel(input_layouts=Shard(1))),
         "embedding": planned(RowwiseParallel(input_layouts=Shard(1)), ids, "embedding", 11, 4),
         "linear loss": planned(LinearLossParallel(input_layouts=Shard(1))),
@@ -87,7 +93,7 @@ def test_uneven_without_a_length(platform: str, world_size: int, lengths: tuple[
     assert first == second
     held = f"unevenly: {lengths[0]} on rank 0, {lengths[1]} on rank 1; expected as many elements on every rank. "
     for name, text in first.items():
-        if name in ("reduce-scatter", "batch", "dims", "dtype"):
+        if name in ("row", "rows of a table", "reduce-scatter", "batch", "dims", "dtype"):
             assert text.startswith("ValueError") and "the ranks hold different tensors: float" in text, text
             continue
         assert text.startswith("ValueError: ") and held in text, (name, text)
