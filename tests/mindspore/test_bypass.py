@@ -29,6 +29,13 @@ def test_bypass(name: str) -> None:
     run("bypass_workers", name, world_size=2)
 
 
+@pytest.mark.contract("G4")
+@pytest.mark.parametrize("name", ["bytecode", "bytecode_afterwards", "another_version", "ast", "trace"])
+def test_compiled(name: str) -> None:
+    """Global, closure, attribute, member, default, made inside, a shared model: the right values, or refused."""
+    run("compiled_workers", name, world_size=2)
+
+
 def test_dropout() -> None:
     """One mask for what is replicated, different ones for different parts, reproducible."""
     found = run("bypass_workers", "random", world_size=2)

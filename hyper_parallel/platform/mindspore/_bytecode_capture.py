@@ -1,27 +1,47 @@
-"""``@jit(capture_mode="bytecode")``: its graphs take a DTensor for the local tensor that it derives from."""
+"""``@jit(capture_mode="bytecode")``: what meets a DTensor, or a layer shared between ranks, runs as Python.
+
+MindSpore makes graphs from bytecode while the function runs. A value that it cannot turn into a graph's input splits
+the graph there, and Python computes what hangs on it. ``TensorBase`` says so of itself (``dtensor.py``), and rules
+around a layer run with capture switched off.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import mindspore
+from mindspore import _c_expression
 from mindspore.graph._utils import pijit_context
 
 from hyper_parallel.errors import UnsupportedOperatorError
 
-__all__ = ["refuse_arguments"]
+__all__ = ["pause_capture", "refuse_arguments", "resume_capture"]
+
+_KNOWN = "2.10."
+
+# Pausing returns whether capture was on. As no graph has these C functions, their callers are not put into one, either.
+pause_capture = getattr(_c_expression, "jit_mode_pi_disable", lambda: False)
+resume_capture = getattr(_c_expression, "jit_mode_pi_enable", lambda: False)
 
 
-def refuse_arguments(base: type) -> None:
+def refuse_arguments(base: type, version: str = mindspore.__version__) -> None:
     """Make functions compiled so refuse arguments of class ``base``, also inside lists and dicts.
 
-    What such a function captures is not looked at, nor what it makes itself.
+    MindSpore would split their graphs, too, but makes broken code of a list that cannot be an input. Of a MindSpore
+    that may ask other questions than the one we know, all calls of such functions are refused.
     """
     ordinary = pijit_context.PreJit
     if getattr(ordinary, "_refuses", None) is base:
         return
+    known = version.startswith(_KNOWN)
 
     def checked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not known:
+            raise UnsupportedOperatorError(
+                f"a function under jit(capture_mode='bytecode') runs beside hyper_parallel on MindSpore {version}; "
+                f"expected MindSpore {_KNOWN}x, where a DTensor in it is seen; leave it uncompiled"
+            )
         for x in _leaves((args, kwargs)):
             if isinstance(x, base):
                 raise UnsupportedOperatorError(

@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
 
+from hyper_parallel.platform.mindspore._graph_capture import refuse_in_trace
 from hyper_parallel.platform.mindspore._host import as_float32, on_cpu, to_host, to_tensor
 
 __all__ = ["as_input", "differentiable_once", "linear_map", "requires_grad", "sum_all"]
@@ -37,6 +38,7 @@ class _LinearMap(_Function):
 
 def linear_map(x: Tensor, forward: Map, adjoint: Map, again: Map | None = None) -> Tensor:
     """``forward(x)``; its gradient is ``adjoint``, whose gradient is ``again`` (default: ``forward``), and so on."""
+    refuse_in_trace("a map with a derivative of its own, as all regions are, is called")
     if not requires_grad(x):
         return forward(x)
     result: Tensor = _LinearMap.apply(as_input(x), forward, adjoint, again or forward)

@@ -15,6 +15,7 @@ from mindspore import Parameter, Tensor, ops
 
 from hyper_parallel.errors import UnsupportedOperatorError
 from hyper_parallel.platform.mindspore._bytecode_capture import refuse_arguments
+from hyper_parallel.platform.mindspore._graph_capture import asked, refuse_in_trace
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore.op_names import NamedCall, unpack
 from hyper_parallel.platform.mindspore.tensor_hooks import install_routes
@@ -190,6 +191,27 @@ class TensorBase(Tensor):
     # -- graph mode --------------------------------------------------------------------------------------
 
     @property
+    def _fields(self) -> Any:
+        asked(self)  # what it comes across raises in the end
+        raise AttributeError("_fields")
+
+    # Capturing a graph from bytecode asks for these. The one makes it take a DTensor for a tuple of parameters, which
+    # it is not: the graph is split there, and Python dispatches. The other is asked of every input of a graph that was
+    # made before from a plain tensor of the same local shape; as init_data then fails, the function runs as Python.
+    @property
+    def __parameter_tuple__(self) -> bool:
+        if asked(self):
+            raise AttributeError("__parameter_tuple__")
+        return True
+
+    @property
+    def has_init(self) -> bool:
+        return True
+
+    def init_data(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedOperatorError(f"a DTensor is no input of a graph, nor a parameter's value; {_TO_LOCAL}")
+
+    @property
     def __self__(self) -> Any:
         # the compiler asks for this where it meets a captured tensor, and would go on with the local values
         if sys._getframe(1).f_code.co_name == "resolve_symbol":
@@ -201,7 +223,7 @@ class TensorBase(Tensor):
 
 
 for _name in ("assign_value", "assign_value_cpp", "_update_data", "set_", "set_dtype", "fill", "itemset", "resize",
-              "_setitem", "_setitem_origin", "set_data", "data_sync", "init_data", "cauchy"):  # fmt: skip
+              "_setitem", "_setitem_origin", "set_data", "data_sync", "cauchy"):  # fmt: skip
     setattr(TensorBase, _name, _refused(_name, _OUT_OF_PLACE))
 for _name in ("get_bytes", "to_dlpack", "_getitem", "_getitem_origin", "_item", "_tolist", "_numpy_non_blocking",
               "isreal", "stride", "storage", "untyped_storage", "storage_offset", "getitem_index_info",
@@ -214,6 +236,7 @@ _GETITEM = NamedCall("getitem", lambda x, index: x[index])
 
 def as_dtensor(cls: type, local: Tensor, layout: Any, *, fresh: bool = False) -> Any:
     """Dress ``local`` with ``layout``, on the same autograd graph and storage."""
+    refuse_in_trace("a DTensor is made")
     if on_cpu():  # else the error of an operator that the device lacks surfaces below, and crashes the interpreter
         local.wait_pipeline()
     if isinstance(local, Parameter):  # an alias of it would get a gradient that the parameter does not see

@@ -12,6 +12,8 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
+from hyper_parallel.platform.mindspore._bytecode_capture import pause_capture, resume_capture
+from hyper_parallel.platform.mindspore._graph_capture import refuse_in_trace
 from hyper_parallel.platform.modules import ForwardRule
 
 __all__ = ["RuledModule", "add_rule", "call_with", "recomputes", "rules_of"]
@@ -24,10 +26,12 @@ class RuledModule:
     """Mixed in before the cell's own class. PyNative mode only: rules are Python that a compiler cannot take in."""
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.__dict__.get(_INNER) or super().construct  # type: ignore[misc]
-        for rule in rules_of(self):  # type: ignore[arg-type]
-            call = partial(rule, self, call)
-        return call(*args, **kwargs)
+        captured = pause_capture()
+        try:
+            return _run(self, self.__dict__.get(_INNER) or super().construct, args, kwargs)  # type: ignore[misc]
+        finally:
+            if captured:
+                resume_capture()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
@@ -37,6 +41,13 @@ class RuledModule:
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         _mark_parameters(self)  # type: ignore[arg-type]
+
+
+def _run(module: Any, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    refuse_in_trace("a layer that is shared between ranks is called")
+    for rule in rules_of(module):
+        call = partial(rule, module, call)
+    return call(*args, **kwargs)
 
 
 def add_rule(module: nn.Cell, rule: ForwardRule) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from mindspore import Tensor, nn
 from mindspore.graph import api as graph_api
+from mindspore.graph import jit_trace
 from mindspore.ops import primitive as primitive_module
 from mindspore.ops.function import nn_func
 
 from hyper_parallel.errors import UnsupportedOperatorError
+from hyper_parallel.platform.mindspore._graph_capture import NOT_IN_GRAPHS, compiled
 from hyper_parallel.platform.mindspore._host import on_cpu
 from hyper_parallel.platform.mindspore._replaced_body import Handler, route
 from hyper_parallel.platform.mindspore.module_rules import RuledModule
@@ -45,9 +47,10 @@ def install_routes(base: type) -> None:
         route(newer, _dispatch_as(name, base, on_host=function))
     route(nn.CrossEntropyLoss.construct, _without_tensor_checks)
     route(primitive_module._run_op, _dispatch_lists(base))
-    refuse = _refuse(base, "graph mode cannot dispatch operators on it; use PyNative mode, or pass to_local()")
+    refuse = _refuse(base, NOT_IN_GRAPHS, compiled)
     route(graph_api._JitExecutor.compile, refuse)
     route(nn.Cell.compile, _refuse_rules(refuse))
+    route(jit_trace._jit_trace_begin, _refuse(base, NOT_IN_GRAPHS))
     for method, made in (("__getitem__", _indexing), ("__setitem__", _item_assignment)):
         if not hasattr(getattr(Tensor, method), _OURS):  # others may have put methods of their own there
             setattr(Tensor, method, made(base))
@@ -101,14 +104,18 @@ def _dispatch_lists(base: type) -> Handler:
     return handler
 
 
-def _refuse(base: type, why: str) -> Handler:
+def _call(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return original(*args, **kwargs)
+
+
+def _refuse(base: type, why: str, go_on: Handler = _call) -> Handler:
     def handler(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         for x in _leaves((*args, *kwargs.values())):
             if isinstance(x, base):
                 raise UnsupportedOperatorError(
                     f"{original.__qualname__.lstrip('_')} got a DTensor of shape {x.shape}: {why}"  # type: ignore[attr-defined]
                 )
-        return original(*args, **kwargs)
+        return go_on(original, args, kwargs)
 
     return handler
 
@@ -123,7 +130,11 @@ def _refuse_rules(refuse: Handler) -> Handler:
                     f"{type(args[0]).__name__} was given to parallelize_module (layer {name or 'itself'!r}), which "
                     "graph mode cannot compile; use PyNative mode"
                 )
-        return refuse(original, args, kwargs)
+        try:
+            return refuse(original, args, kwargs)
+        except UnsupportedOperatorError:
+            args[0].compile_cache.clear()  # what is in there would not be asked again
+            raise
 
     return handler
 
