@@ -214,10 +214,13 @@ def ast() -> None:
         compiled = mindspore.jit(function)
         for _ in range(2):
             refused(lambda: compiled(x), "graph mode")  # noqa: B023
-    for function in making().values():
+    for name, function in making().items():
         compiled = mindspore.jit(function)
         for _ in range(2):
-            refused(lambda: compiled(x), error=Exception)  # noqa: B023
+            if name == "model":
+                refused(lambda: compiled(x), "shared between ranks", "graph mode")  # noqa: B023
+            else:  # MindSpore finds something that it cannot compile on the way
+                refused(lambda: compiled(x), error=Exception)  # noqa: B023
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:
         holder = Holder(SHARDED)

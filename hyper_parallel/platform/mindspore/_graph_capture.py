@@ -25,7 +25,7 @@ NOT_IN_GRAPHS = "graph mode cannot dispatch operators on it; use PyNative mode, 
 
 
 def asked(x: Any) -> bool:
-    """Whether a compiler is at work; it then has come across ``x``."""
+    """Whether a compiler is at work; it then has come across ``x``, a DTensor or a layer shared between ranks."""
     met = _met.get()
     if met is None:
         return False
@@ -37,7 +37,7 @@ def compiled(compile_: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     """``compile_(*args, **kwargs)``, which gives the name of what it has compiled.
 
     Raises:
-        UnsupportedOperatorError: it has come across a DTensor.
+        UnsupportedOperatorError: it has come across a DTensor, or a layer shared between ranks.
     """
     met: list[Any] = []
     token = _met.set(met)
@@ -56,12 +56,16 @@ def compiled(compile_: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
             _refused.add(name)
         raise _error(met[0])
     if name in _refused:
-        raise UnsupportedOperatorError(f"what is compiled uses a DTensor: {NOT_IN_GRAPHS}")
+        raise UnsupportedOperatorError(
+            f"what is compiled uses a DTensor, or a layer shared between ranks: {NOT_IN_GRAPHS}"
+        )
     return name
 
 
 def _error(x: Any) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(f"what is compiled uses a DTensor of shape {x.shape}: {NOT_IN_GRAPHS}")
+    shared = f"a layer shared between ranks ({type(x).__name__})"
+    what = f"a DTensor of shape {x.shape}" if isinstance(x, Tensor) else shared
+    return UnsupportedOperatorError(f"what is compiled uses {what}: {NOT_IN_GRAPHS}")
 
 
 def refuse_in_trace(what: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from hyper_parallel.platform.mindspore._bytecode_capture import pause_capture, resume_capture
-from hyper_parallel.platform.mindspore._graph_capture import refuse_in_trace
+from hyper_parallel.platform.mindspore._graph_capture import asked, refuse_in_trace
 from hyper_parallel.platform.modules import ForwardRule
 
 __all__ = ["RuledModule", "add_rule", "call_with", "recomputes", "rules_of"]
@@ -24,6 +24,11 @@ _INNER = "_construct_before_rules"
 
 class RuledModule:
     """Mixed in before the cell's own class. PyNative mode only: rules are Python that a compiler cannot take in."""
+
+    @property
+    def _fields(self) -> Any:
+        asked(self)  # by a compiler, which then is refused
+        raise AttributeError("_fields")
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         captured = pause_capture()
