@@ -34,6 +34,7 @@ def vocab_parallel_cross_entropy(
     validate: bool | None = False,
     return_log_probs: bool = False,
     return_entropy: bool = False,
+    overlap_blocks: int = 1,
 ) -> Any:
     """Cross-entropy of logits whose last dim is cut over ``group``, equal to ``F.cross_entropy`` on all of them.
 
@@ -59,6 +60,9 @@ def vocab_parallel_cross_entropy(
             token (loss, log-probability and gradient). None: as the context does it, True on CPU only.
         return_log_probs: also give ``log p_y`` of each token, without weights and smoothing; 0 where ignored.
         return_entropy: also give the entropy ``-sum_c p_c log p_c`` of each token; 0 where ignored.
+        overlap_blocks: cut the tokens into this many blocks, equal on all ranks, and send what is to be sent of each
+            while the next one is computed on. Worth trying where waiting for the network shows; see
+            docs/guide/communication.md. No effect in MindSpore on CPU, where no collective is asynchronous.
 
     Returns:
         The loss (fp32, fp64 for fp64 logits): a scalar, or ``[...]`` with ``"none"``. With ``return_log_probs`` or
@@ -67,7 +71,8 @@ def vocab_parallel_cross_entropy(
 
     Collectives:
         Forward one all-gather of 8 bytes a token (12 on accelerators, 4 more with smoothing, 4 more with the entropy;
-        groups of more than 8 with much to send: two all-reduces), after those of ``num_classes`` and ``validate``.
+        groups of more than 8 with much to send: two all-reduces), after those of ``num_classes`` and ``validate``;
+        with ``overlap_blocks`` as many all-gathers, of a block each (as many all-reduces of maxima, then one).
         Backward none.
 
     Raises:
@@ -95,6 +100,7 @@ def vocab_parallel_cross_entropy(
         description=f"vocab_parallel_cross_entropy(reduction={reduction!r})",
         log_probs=return_log_probs,
         entropy=return_entropy,
+        overlap_blocks=overlap_blocks,
     )
     found = _functions.token_outputs(
         local_logits, target, weight, group_of(group), num_classes, options, find_shard

@@ -31,6 +31,7 @@ class CallFacts:
     Fields are named after the arguments; those of the weight are empty without one. ``same_device``: target
     and weight are where the logits are. ``target_digest`` depends on the values and their order,
     ``weight_digest`` too. ``bad_targets`` counts targets that are neither a class nor ``ignore_index``.
+    ``overlap_blocks`` is text, so that anything can be told that was given for it.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class CallFacts:
     weight_digest: int = 0
     bad_targets: int = 0
     first_bad_target: int = 0
+    overlap_blocks: str = "1"
 
     @property
     def has_target(self) -> bool:
@@ -172,6 +174,8 @@ class CallFacts:
             return ValueError(f"label_smoothing is {self.label_smoothing}; expected a value in [0, 1]")
         if not self.z_loss >= 0.0:
             return ValueError(f"z_loss is {self.z_loss}; expected 0 or more")
+        if not (self.overlap_blocks.isdecimal() and int(self.overlap_blocks) >= 1):
+            return ValueError(f"overlap_blocks is {self.overlap_blocks}; expected a number of blocks, 1 or more")
         if self.kind == "nll_loss" and (self.label_smoothing or self.z_loss or self.inplace):
             return LossParallelUnsupportedError(
                 "nll_loss takes no label_smoothing, z_loss or inplace; use cross_entropy"
@@ -200,6 +204,7 @@ _EQUAL_ON_ALL_RANKS = {
     "label_smoothing": "label_smoothing",
     "z_loss": "z_loss",
     "inplace": "inplace",
+    "overlap_blocks": "overlap_blocks",
     "target_digest": "the digest of the target's values",
     "weight_digest": "the digest of the class weights",
 }

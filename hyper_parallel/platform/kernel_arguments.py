@@ -62,6 +62,9 @@ class LossOptions:
         log_probs: whether :meth:`LossKernels.token_outputs` gives ``log p_y``.
         entropy: whether it gives the entropy. One pass more over the logits each way, and 4 bytes a token more are
             sent (none of the savings of ``ClassShard.ranges``).
+        overlap_blocks: the tokens are cut into this many blocks; the exchange of each runs while the next one's
+            statistics are computed. 1: one exchange, of all. No effect where the backend has no asynchronous
+            collectives (MindSpore on CPU).
     """
 
     ignore_index: int = -100
@@ -72,6 +75,7 @@ class LossOptions:
     description: str = ""
     log_probs: bool = False
     entropy: bool = False
+    overlap_blocks: int = 1
 
 
 class TokenOutputs(NamedTuple):

@@ -75,6 +75,7 @@ class FactReader(ABC):
             z_loss=options.z_loss,
             inplace=options.inplace,
             logits_are_leaf=self.is_leaf(local_logits),
+            overlap_blocks=repr(options.overlap_blocks),
         )
 
     def read_values(self, facts: CallFacts, target: Tensor | None, weight: Tensor | None) -> CallFacts:

@@ -58,6 +58,7 @@ def cross_entropy(kind: str, backend: str) -> None:
     for call in (
         by_name.Call(more=True, known=False),
         by_name.Call(more=True, weighted=True, options={"label_smoothing": 0.2, "z_loss": 0.1}, reduction="sum"),
+        by_name.Call(more=True, options={"overlap_blocks": 2}),
         by_name.Call(reduction="none", options={"validate": True, "inplace": True}, dtype="bfloat16"),
     ):
         data = by_name.data_of(call)

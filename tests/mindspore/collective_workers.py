@@ -14,6 +14,7 @@ from hyper_parallel import get_platform
 from hyper_parallel.platform import Group
 from hyper_parallel.platform.mindspore import _communicator, collectives, shared_linear
 from hyper_parallel.platform.mindspore import _emulated_collectives as emulated
+from hyper_parallel.platform.mindspore import _native_collectives as native
 from hyper_parallel.platform.mindspore._host import to_bits
 from hyper_parallel.tensor_parallel.layers import ColumnParallelLinear
 from tests.mindspore.op_checks import mesh_of
@@ -34,6 +35,23 @@ class StandIn:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.calls: list[str] = []
+
+    def start_all_reduce(self, x: Tensor, op: str) -> Any:
+        """The result comes with the wait, as nothing may be read before it."""
+        total = emulated.all_reduce(x, op, self._group)
+        return self._pending("AllReduce", x, total)
+
+    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
+        return self._pending("AllGather", out, emulated.all_gather(x, self._group).reshape(-1))
+
+    def _pending(self, kind: str, out: Tensor, result: Tensor) -> Any:
+        self.calls.append(f"start {kind}")
+
+        def wait() -> None:
+            self.calls.append(f"wait {kind}")
+            out.assign_value(result)
+
+        return Mock(wait=wait)
 
     def operator(self, kind: str, *arguments: Any) -> Any:
         group = self._group
@@ -222,6 +240,21 @@ def order_of_backward() -> tuple[list[str], float]:
     right = (upstream @ weight, (flat.T @ x.reshape(-1, 6))[part], flat.sum(0)[part[0]])
     found = (of_x, *of_parameters)
     return events, max(float(np.abs(f.asnumpy() - r).max()) for f, r in zip(found, right, strict=True))
+
+
+def started() -> list[list[float]]:
+    """A gather by MindSpore's asynchronous one, whose CPU backend has none: by a stand-in of the same signature."""
+    group = mesh_of((get_platform().world_size(),)).get_group()
+    x = Tensor(np.array([group.rank, 0.5], np.float32))
+
+    def stand_in(out: Tensor, x: Tensor, group_name: str, async_op: bool) -> Any:
+        assert group_name == group.handle.name and async_op
+        gathered = emulated.all_gather(x, group).reshape(-1)
+        return Mock(wait=lambda: out.assign_value(gathered))
+
+    with patch.object(_communicator, "all_gather_into_tensor", autospec=True, side_effect=stand_in):
+        found: list[list[float]] = native.start_all_gather(x, group)().asnumpy().tolist()
+    return found
 
 
 def creation() -> tuple[list[int], list[int]]:

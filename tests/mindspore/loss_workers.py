@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import mindspore
 import numpy as np
@@ -14,6 +15,7 @@ from mindspore.common.api import _pynative_executor
 from hyper_parallel import DTensor, Shard, get_platform, linear_cross_entropy
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.loss_parallel import loss_parallel, reference
+from hyper_parallel.platform import loss_statistics
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.mindspore import _loss_exchange as exchange
 from hyper_parallel.platform.mindspore._loss_device import DeviceArithmetic
@@ -51,10 +53,16 @@ def rounded(array: np.ndarray, dtype: str) -> tuple[Tensor, np.ndarray]:
 
 
 def cross_entropy(route: str, dtype: str, shape: tuple[int, ...], dim: int, native: bool, options: dict) -> list[str]:
-    """Loss and gradient against the oracle; the collectives that ran natively."""
+    """Loss and gradient against the oracle; the collectives that ran natively, and with blocks the arithmetic."""
     kernels, rank, size = MindSporeLossKernels(ROUTES[route]()), get_platform().rank(), get_platform().world_size()
     classes = shape[dim]
     shard = shard_of(classes, native=native)
+    calls: list[str] = getattr(shard.group.handle, "calls", [])
+    entropy = options.pop("entropy", False)
+    blocks, largest_gather = options.pop("overlap_blocks", 1), options.pop("largest_gather", 8)
+    row_statistics = kernels.route.row_statistics
+    if blocks > 1:
+        kernels.route.row_statistics = lambda *args: (calls.append("arithmetic"), row_statistics(*args))[1]
     rng = np.random.default_rng(1)
     full, exact = rounded(rng.standard_normal(shape) * 4, dtype)
     token_shape = shape[:dim] + shape[dim + 1 :]
@@ -69,22 +77,25 @@ def cross_entropy(route: str, dtype: str, shape: tuple[int, ...], dim: int, nati
     seen: list[Tensor] = []
 
     def loss(x: Tensor) -> Tensor:
-        value, _ = kernels.cross_entropy(
+        value, _, _, found = kernels.token_outputs(
             x,
             dim,
             Tensor(target),
             shard,
             None if weight is None else Tensor(weight),
-            LossOptions(validate=False, **options),
+            LossOptions(validate=False, overlap_blocks=blocks, entropy=entropy, **options),
         )
-        seen.append(value)
+        seen.extend([value, found] if entropy else [value])
         return get_platform().sum_tokens(value * Tensor(upstream).astype(value.dtype))
 
-    grad = mindspore.grad(loss)(local)
+    with patch.multiple(loss_statistics, _LARGEST_GATHER=largest_gather, _SMALL_GATHER=0):
+        grad = mindspore.grad(loss)(local)
     assert grad.dtype == local.dtype and grad.shape == local.shape
     close(seen[0], tokens.loss, "float64" if dtype == "float64" else "float32")
     close(grad, tokens.backward(upstream)[rank], dtype)
-    return list(getattr(shard.group.handle, "calls", []))
+    if entropy:
+        close(seen[1], np.where(tokens.kept, reference.entropy(reference.cut(exact, size, dim), dim), 0.0), dtype)
+    return calls
 
 
 def log_softmax(route: str, dtype: str, native: bool) -> list[str]:

@@ -47,3 +47,9 @@ def test_creation() -> None:
     """Groups of members only; the same ranks share one."""
     found = run("collective_workers", "creation", world_size=4)
     assert found == [([0, 1], [3.0]), ([0, 1], [3.0]), ([2, 3], [7.0]), ([2, 3], [7.0])]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_started_gather(size: int) -> None:
+    """The ranks' vectors, in order, once they are waited for."""
+    assert run("collective_workers", "started", world_size=size) == [[[float(r), 0.5] for r in range(size)]] * size

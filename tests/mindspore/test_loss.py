@@ -64,6 +64,31 @@ def test_native_collectives(route: str, size: int) -> None:
     assert calls == [["AllGather", "AllReduce"]] * size
 
 
+@pytest.mark.contract("G1", "G2")
+@pytest.mark.parametrize("size", [2, 4])
+def test_overlap(size: int) -> None:
+    """Each block's exchange starts before the next one's arithmetic, and all are waited for after the last.
+
+    (Stand-ins for the accelerator's operators.) On CPU there is one exchange.
+    """
+
+    def calls(route: str, shape: tuple[int, ...], dim: int, **options: object) -> list[str]:
+        given = {"overlap_blocks": 3, **options}
+        found = run("loss_workers", "cross_entropy", route, "float32", shape, dim, True, given, world_size=size)
+        assert found == [found[0]] * size
+        return list(found[0])
+
+    blocks = ["arithmetic", "start AllGather"] * 3 + ["wait AllGather"] * 3
+    assert calls("device", (7, 9), 1) == blocks
+    assert calls("device", (2, 3, 3), 1, label_smoothing=0.1, weighted=True, z_loss=0.1) == blocks
+    assert calls("device", (2, 3, 9), 2, label_smoothing=0.1, entropy=True) == blocks
+    few = ["arithmetic", "start AllGather"] * 2 + ["wait AllGather"] * 2
+    assert calls("device", (2, 9), 1, overlap_blocks=50) == few
+    maxima = [name.replace("Gather", "Reduce") for name in blocks]
+    assert calls("device", (7, 9), 1, largest_gather=0) == [*maxima, "AllReduce"]
+    assert calls("host", (7, 9), 1) == ["arithmetic", "AllGather"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("route", ["host", "device"])
 def test_strategies(route: str, size: int) -> None:

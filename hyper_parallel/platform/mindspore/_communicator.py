@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 from mindspore import communication, ops
 from mindspore.communication import GlobalComm
-from mindspore.mint.distributed import all_reduce
+from mindspore.mint.distributed import all_gather_into_tensor, all_reduce
 
 __all__ = ["Communicator", "create_communicator", "is_initialized"]
 
@@ -25,9 +25,13 @@ class Communicator:
         """Whether the device has all operators on sub-groups. MindSpore's CPU backend has AllReduce(sum) alone."""
         self._operators: dict[tuple[Any, ...], Any] = {}
 
-    def start_sum(self, x: Any) -> Any:
-        """Sum ``x`` over the group, in its own memory and asynchronously; returns the handle to wait for."""
-        return all_reduce(x, "sum", self.name, async_op=True)
+    def start_all_reduce(self, x: Any, op: str) -> Any:
+        """Reduce ``x`` over the group, in its own memory and asynchronously; returns the handle to wait for."""
+        return all_reduce(x, op, self.name, async_op=True)
+
+    def start_all_gather(self, out: Any, x: Any) -> Any:
+        """Gather ``x`` into ``out``, asynchronously; returns the handle to wait for."""
+        return all_gather_into_tensor(out, x, self.name, async_op=True)
 
     def operator(self, kind: str, *arguments: Any) -> Any:
         """``mindspore.ops.<kind>(*arguments, group=name)``; making one costs more than calling it."""

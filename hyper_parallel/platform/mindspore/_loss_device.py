@@ -7,6 +7,7 @@ everywhere, broadcasting is not.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -197,6 +198,12 @@ class DeviceArithmetic:
         token_shape = (*shape[:dim], *shape[dim + 1 :])
         x = matrix.reshape(*token_shape, shape[dim])
         return x if dim == len(shape) - 1 else ops.movedim(x, -1, dim)
+
+    def row_blocks(self, x: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """The rows ``[tokens, classes]`` of each range of tokens."""
+        matrix = self._matrix(x, dim) if x.size else None
+        for start, stop in ranges:
+            yield ops.zeros((stop - start, 0), x.dtype) if matrix is None else matrix[start:stop]
 
     def _row_chunks(self, matrix: Tensor) -> list[Tensor]:
         length = max(1, _CHUNK_BYTES // (4 * matrix.shape[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from hyper_parallel.platform.loss_statistics import LARGEST_GAP, Strategy, choos
 from hyper_parallel.platform.mindspore import collectives
 from hyper_parallel.platform.platform import Group
 
-__all__ = ["MergedStatistics", "ShardStatistics", "merge_statistics"]
+__all__ = ["MergedStatistics", "Received", "ShardStatistics", "merge_statistics", "start_exchange"]
 
 Vector = Any
 """One number a token: a NumPy array or a tensor, as the route has it."""
 
 ShardStatistics = statistics.ShardStatistics[Any]
 MergedStatistics = statistics.MergedStatistics[Any]
+
+Received = tuple[list[Vector], Vector | None]
+"""From the first collective: each of the vectors, ``[P, tokens]``, or the ranks' largest references alone; with
+smoothing the ranks' weight sums ``[P, 1]``."""
 
 
 def merge_statistics(
@@ -28,6 +33,7 @@ def merge_statistics(
     *,
     owner: np.ndarray | None = None,
     strategy: Strategy | None = None,
+    received: Received | None = None,
 ) -> MergedStatistics:
     """Merge the ranks' statistics; bitwise equal results on all of them.
 
@@ -38,19 +44,32 @@ def merge_statistics(
     Args:
         owner: per token the member that holds the target's class, negative for none; on the host only.
         strategy: default: by the size of the group and of what it would gather.
+        received: what :func:`start_exchange` brought of these tokens; None: it is done here.
     """
     if group is None or group.size == 1:
-        return _merge_gathered(route, local, _pack(route, local)[None])
+        return _merge_gathered(route, local, *_unpack(local, _pack(route, local)[None]))
     if strategy is None:
         strategy = choose_strategy(group.size, local.nbytes)
     if strategy == "reduce":
-        return _merge_reduced(route, local, group)
+        if received is None:
+            received = [route.enter(collectives.all_reduce(route.leave(local.reference), "max", group))], None
+        return _merge_reduced(route, local, group, received[0][0])
     if owner is not None and local.is_plain:
         merged = _merge_relative_to_target(route, local, group, owner)
         if merged is not None:
             return merged
-    packed = route.enter(collectives.all_gather(route.leave(_pack(route, local)), group))
-    return _merge_gathered(route, local, packed)
+    if received is None:
+        received = _unpack(local, route.enter(collectives.all_gather(route.leave(_pack(route, local)), group)))
+    return _merge_gathered(route, local, *received)
+
+
+def start_exchange(route: Any, local: ShardStatistics, group: Group, strategy: Strategy) -> Callable[[], Received]:
+    """Start the first collective of :func:`merge_statistics`, without ``owner``; calling the result waits for it."""
+    if strategy == "reduce":
+        largest = collectives.start_all_reduce(collectives.copy(route.leave(local.reference)), "max", group)
+        return lambda: ([route.enter(largest())], None)
+    gathered = collectives.start_all_gather(route.leave(_pack(route, local)), group)
+    return lambda: _unpack(local, route.enter(gathered()))
 
 
 def _merge_relative_to_target(
@@ -83,10 +102,18 @@ def _pack(route: Any, local: ShardStatistics) -> Vector:
     return route.concat([part.reshape(-1) for part in parts if part is not None])
 
 
-def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> MergedStatistics:
-    """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
+def _unpack(local: ShardStatistics, packed: Vector) -> Received:
+    """What :func:`_pack` gave on each rank, ``[P, ...]``, as the vectors."""
     tokens = local.reference.shape[0]
-    columns = iter([packed[:, i * tokens : (i + 1) * tokens] for i in range(len(local.vectors))])
+    columns = [packed[:, i * tokens : (i + 1) * tokens] for i in range(len(local.vectors))]
+    return columns, None if local.weight_sum is None else packed[:, -1:]
+
+
+def _merge_gathered(
+    route: Any, local: ShardStatistics, vectors: list[Vector], weights: Vector | None
+) -> MergedStatistics:
+    """Merge what :func:`_unpack` gives."""
+    columns = iter(vectors)
     maxima, sums = next(columns), next(columns)
     maximum = route.largest(maxima)
     sum_exp = route.total(sums * route.exp(maxima - maximum))
@@ -95,16 +122,14 @@ def _merge_gathered(route: Any, local: ShardStatistics, packed: Vector) -> Merge
     if local.mean is not None:
         shares = sums * route.exp(maxima - maximum) / sum_exp
         mean = route.total(shares * (next(columns) + (_finite_or_zero(route, maxima) - maximum)))
-    if local.shortfall is None:
+    if weights is None:
         return _merged(route, local, maximum, sum_exp, target_gap, None, None, mean)
-    weights = packed[:, -1:]
     shortfall = next(columns) + weights * (maximum - _finite_or_zero(route, maxima))
     return _merged(route, local, maximum, sum_exp, target_gap, route.total(shortfall), route.total(weights), mean)
 
 
-def _merge_reduced(route: Any, local: ShardStatistics, group: Group) -> MergedStatistics:
-    """Find the maximum first; then everything can be brought relative to it and summed."""
-    maximum = route.enter(collectives.all_reduce(route.leave(local.reference), "max", group))
+def _merge_reduced(route: Any, local: ShardStatistics, group: Group, maximum: Vector) -> MergedStatistics:
+    """Bring everything relative to the maximum, which was found first, and sum it."""
     terms = [local.sum_exp * route.exp(local.reference - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)

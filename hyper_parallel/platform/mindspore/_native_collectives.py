@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -17,7 +18,8 @@ __all__ = [
     "all_to_all_uneven",
     "broadcast",
     "reduce_scatter_uneven",
-    "start_sum",
+    "start_all_gather",
+    "start_all_reduce",
 ]
 
 
@@ -28,17 +30,21 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
         return group.handle.operator("AllReduce", op)(wire.contiguous()).astype(x.dtype)
 
 
-def start_sum(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def start_all_reduce(x: Tensor, op: str, group: Group) -> Callable[[], Tensor]:
     """One asynchronous AllReduce in the memory of ``x``; calling the result waits for it."""
     with _no_grad():
         own = x.contiguous()
-        work = group.handle.start_sum(own)
+        work = group.handle.start_all_reduce(own, op)
+    return lambda: _waited(work, own)
 
-    def wait() -> Tensor:
-        work.wait()
-        return own
 
-    return wait
+def start_all_gather(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """One asynchronous AllGather of a vector, ``[P, size]``; calling the result waits for it."""
+    with _no_grad():
+        own = x.contiguous()
+        out = ops.zeros((group.size * own.shape[0],), own.dtype)
+        work = group.handle.start_all_gather(out, own)
+    return lambda: _waited(work, out).reshape((group.size, own.shape[0]))
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -93,6 +99,11 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     with _no_grad():
         result: Tensor = group.handle.operator("Broadcast", group.ranks[src])((x.contiguous(),))[0]
         return result
+
+
+def _waited(work: Any, out: Tensor) -> Tensor:
+    work.wait()
+    return out
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:

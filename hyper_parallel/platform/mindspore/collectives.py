@@ -23,7 +23,8 @@ __all__ = [
     "broadcast",
     "copy",
     "reduce_scatter_uneven",
-    "start_sum",
+    "start_all_gather",
+    "start_all_reduce",
 ]
 
 # MindSpore differentiates its own communication operators (AllReduce to another AllReduce), which gives gradients times
@@ -37,12 +38,20 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     return native.all_reduce(x, op, group) if group.handle.native else emulated.all_reduce(x, op, group)
 
 
-def start_sum(x: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Start the sum over the group of ``x``, which nobody may use any more; calling the result waits for it."""
+def start_all_reduce(x: Tensor, op: str, group: Group) -> Callable[[], Tensor]:
+    """Start :func:`all_reduce` of ``x``, which nobody may use any more; calling the result waits for it."""
     if group.size > 1 and x.size and group.handle.native:
-        return native.start_sum(x, group)
-    total = all_reduce(x, "sum", group)
+        return native.start_all_reduce(x, op, group)
+    total = all_reduce(x, op, group)
     return lambda: total
+
+
+def start_all_gather(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start :func:`all_gather` of a vector; calling the result waits for it."""
+    if group.size > 1 and x.size and group.handle.native:
+        return native.start_all_gather(x, group)
+    gathered = all_gather(x, group)
+    return lambda: gathered
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

@@ -22,6 +22,7 @@ from hyper_parallel.platform.mindspore._loss_exchange import ShardStatistics, me
 from hyper_parallel.platform.mindspore._loss_facts import MindSporeFactReader, exchange_headers
 from hyper_parallel.platform.mindspore._loss_host import HostArithmetic
 from hyper_parallel.platform.mindspore._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
+from hyper_parallel.platform.mindspore._loss_overlap import exchanged_statistics
 from hyper_parallel.platform.mindspore._loss_state import LossState, NllState, of_kept, target_slope
 from hyper_parallel.platform.mindspore._loss_targets import masked, place_targets, target_owner
 
@@ -127,17 +128,18 @@ class MindSporeLossKernels(LossKernels):
             if smoothing:
                 ones = route.full(shard.stop - shard.start, 1.0, dtype)
                 class_weight = ones if weights is None else weights[shard.start : shard.stop]
-            maximum, sum_exp, shortfall, mean = route.row_statistics(x, dim, kept, class_weight, options.entropy)
-            local = ShardStatistics(
-                maximum,
-                sum_exp,
-                route.at_index(x, dim, index),
-                shortfall,
-                None if class_weight is None else class_weight.sum(),
-                mean,
+            total, maximum = exchanged_statistics(
+                route,
+                x,
+                dim,
+                shard.group,
+                options.overlap_blocks,
+                owner=target_owner(labels, shard) if route.on_host else None,
+                target_index=index,
+                needed=kept,
+                class_weight=class_weight,
+                entropy=options.entropy,
             )
-            owner = target_owner(labels, shard) if route.on_host else None
-            total = merge_statistics(route, local, shard.group, owner=owner)
             assert total.target_gap is not None
 
             nll = total.target_gap + total.log_sum_exp

@@ -50,7 +50,7 @@ class _SharedProduct(_Function):
         if any(requires_grad(t) for t in (grad, x, weight)):  # recorded, for a second derivative
             total = linear_map(term, lambda t: collectives.all_reduce(t, "sum", group), lambda g: g)
             return total, _of_weight(grad, x, weight), None
-        wait = collectives.start_sum(term, group)
+        wait = collectives.start_all_reduce(term, "sum", group)
         of_weight = _of_weight(grad, x, weight) if ctx.needs_input_grad[1] else None
         return wait(), of_weight, None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hyper_parallel.platform import loss_statistics as statistics
@@ -10,9 +12,13 @@ from hyper_parallel.platform.platform import Group
 from hyper_parallel.platform.torch import collectives
 from hyper_parallel.platform.torch._loss_statistics import ShardStatistics, finite_or_zero
 
-__all__ = ["MergedStatistics", "merge_statistics"]
+__all__ = ["MergedStatistics", "Received", "merge_statistics", "start_exchange"]
 
 MergedStatistics = statistics.MergedStatistics[torch.Tensor]
+
+Received = tuple[torch.Tensor, torch.Tensor | None]
+"""From the first collective: ``[P, vectors, tokens]``, or the ranks' largest references ``[tokens]``; with smoothing
+the ranks' weight sums ``[P]``."""
 
 
 def merge_statistics(
@@ -21,6 +27,7 @@ def merge_statistics(
     *,
     owner: torch.Tensor | None = None,
     strategy: Strategy | None = None,
+    received: Received | None = None,
 ) -> MergedStatistics:
     """Merge the ranks' statistics; bitwise equal results on all of them.
 
@@ -31,30 +38,67 @@ def merge_statistics(
     Args:
         owner: per token the member that holds the target's class, negative for none.
         strategy: default: by the size of the group and of what it would gather.
+        received: what :func:`start_exchange` brought of these tokens; None: it is done here.
     """
     if group is None or group.size == 1:
-        return _merge_gathered(local, _pack(local)[None])
+        return _merge_gathered(local, *_unpack(local, _pack(local)[None]))
     if strategy is None:
         strategy = choose_strategy(group.size, local.nbytes)
+    if received is None:
+        message = _message(local, group, owner, strategy)
+        if strategy == "reduce":
+            received = collectives.all_reduce(message, "max", group), None
+        else:
+            received = _unpack(local, collectives.all_gather(message, group))
     if strategy == "reduce":
-        return _merge_reduced(local, group)
-    # reading whether the gap is large would synchronise an accelerator
-    if owner is not None and local.is_plain and owner.device.type == "cpu":
-        merged = _merge_relative_to_target(local, group, owner)
+        return _merge_reduced(local, group, received[0])
+    owner = _trusted(owner, local)
+    if owner is not None:
+        merged = _merge_relative_to_target(group, owner, received[0])
         if merged is not None:
             return merged
-    return _merge_gathered(local, collectives.all_gather(_pack(local), group))
+        received = _unpack(local, collectives.all_gather(_pack(local), group))
+    return _merge_gathered(local, *received)
 
 
-def _merge_relative_to_target(
-    local: ShardStatistics, group: Group, owner: torch.Tensor
-) -> MergedStatistics | None:
-    """Two numbers a token; None, on all ranks, when some ``lse_local - x_y`` is too large for that."""
+def start_exchange(
+    local: ShardStatistics, group: Group, owner: torch.Tensor | None, strategy: Strategy
+) -> Callable[[], Received]:
+    """Start the first collective of :func:`merge_statistics` for some tokens; calling the result waits for it."""
+    message = _message(local, group, owner, strategy)
+    if strategy == "reduce":
+        largest = collectives.start_all_reduce(message, "max", group)
+        return lambda: (largest(), None)
+    gathered = collectives.start_all_gather(message, group)
+    return lambda: _unpack(local, gathered())
+
+
+def _trusted(owner: torch.Tensor | None, local: ShardStatistics) -> torch.Tensor | None:
+    """The owners where two numbers a token are tried; reading whether they do would synchronise an accelerator."""
+    return owner if owner is not None and local.is_plain and owner.device.type == "cpu" else None
+
+
+def _message(
+    local: ShardStatistics, group: Group, owner: torch.Tensor | None, strategy: Strategy
+) -> torch.Tensor:
+    """What a rank sends first."""
+    if strategy == "reduce":
+        return local.reference
+    owner = _trusted(owner, local)
+    if owner is None:
+        return _pack(local)
     assert local.target_logit is not None
     mine = owner == group.rank
     own_reference = torch.where(mine, local.target_logit, local.reference)
     gap = torch.where(mine, local.reference - local.target_logit, 0.0)
-    references, sums = collectives.all_gather(torch.stack([own_reference, gap + local.sum_exp.log()]), group).unbind(1)
+    return torch.stack([own_reference, gap + local.sum_exp.log()])
+
+
+def _merge_relative_to_target(
+    group: Group, owner: torch.Tensor, gathered: torch.Tensor
+) -> MergedStatistics | None:
+    """Two numbers a token; None, on all ranks, when some ``lse_local - x_y`` is too large for that."""
+    references, sums = gathered.unbind(1)
     at_owner = owner.clamp(min=0)[None]
     if not bool(((sums.gather(0, at_owner)[0] <= LARGEST_GAP) | (owner < 0)).all()):
         return None
@@ -73,10 +117,20 @@ def _pack(local: ShardStatistics) -> torch.Tensor:
     return torch.cat([part.reshape(-1) for part in parts if part is not None])
 
 
-def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStatistics:
-    """Merge what :func:`_pack` gave on each rank, ``[P, ...]``."""
+def _unpack(local: ShardStatistics, gathered: torch.Tensor) -> Received:
+    """The vectors in what was gathered of :func:`_message`."""
+    if gathered.ndim == 3:
+        return gathered, None
     count, tokens = len(local.vectors), local.reference.numel()
-    columns = iter(packed[:, : count * tokens].reshape(len(packed), count, tokens).unbind(1))
+    vectors = gathered[:, : count * tokens].reshape(len(gathered), count, tokens)
+    return vectors, None if local.weight_sum is None else gathered[:, -1]
+
+
+def _merge_gathered(
+    local: ShardStatistics, vectors: torch.Tensor, weight_sums: torch.Tensor | None
+) -> MergedStatistics:
+    """Merge what :func:`_unpack` gives."""
+    columns = iter(vectors.unbind(1))
     maxima, sums = next(columns), next(columns)
     maximum = maxima.amax(0)
     sum_exp = (sums * torch.exp(maxima - maximum)).sum(0)
@@ -85,16 +139,14 @@ def _merge_gathered(local: ShardStatistics, packed: torch.Tensor) -> MergedStati
     if local.mean is not None:
         shares = sums * torch.exp(maxima - maximum) / sum_exp
         mean = (shares * (next(columns) + (finite_or_zero(maxima) - maximum))).sum(0)
-    if local.shortfall is None:
+    if weight_sums is None:
         return _merged(local, maximum, sum_exp, target_gap, None, None, mean)
-    weights = packed[:, -1:]
-    shortfall = next(columns) + weights * (maximum - finite_or_zero(maxima))
-    return _merged(local, maximum, sum_exp, target_gap, shortfall.sum(0), weights.sum(), mean)
+    shortfall = next(columns) + weight_sums[:, None] * (maximum - finite_or_zero(maxima))
+    return _merged(local, maximum, sum_exp, target_gap, shortfall.sum(0), weight_sums.sum(), mean)
 
 
-def _merge_reduced(local: ShardStatistics, group: Group) -> MergedStatistics:
-    """Find the maximum first; then everything can be brought relative to it and summed."""
-    maximum = collectives.all_reduce(local.reference, "max", group)
+def _merge_reduced(local: ShardStatistics, group: Group, maximum: torch.Tensor) -> MergedStatistics:
+    """Bring everything relative to the maximum, which was found first, and sum it."""
     terms = [local.sum_exp * torch.exp(local.reference - maximum)]
     if local.target_logit is not None:
         terms.append(local.target_logit)

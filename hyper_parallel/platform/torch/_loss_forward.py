@@ -10,6 +10,7 @@ from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_exchange import merge_statistics
 from hyper_parallel.platform.torch._loss_gradients import LossState, cross_entropy_grad
+from hyper_parallel.platform.torch._loss_overlap import exchanged_statistics
 from hyper_parallel.platform.torch._loss_rows import autocast_off, chunks, statistics_dtype
 from hyper_parallel.platform.torch._loss_statistics import shard_statistics
 from hyper_parallel.platform.torch._loss_targets import place_targets, target_owner
@@ -46,15 +47,17 @@ def distributed_nll_loss_forward(
         kept = index != IGNORED
         smoothing = options.label_smoothing
         class_weight = _smoothing_weight(shard, weight, index, dtype) if smoothing else None
-        local, exponentials = shard_statistics(
+        total, exponentials = exchanged_statistics(
             local_logits,
             dim,
+            shard.group,
+            options.overlap_blocks,
+            owner=target_owner(labels, shard),
             target_index=index,
             needed=kept,
             class_weight=class_weight,
             entropy=options.entropy,
         )
-        total = merge_statistics(local, shard.group, owner=target_owner(labels, shard))
         assert total.target_gap is not None
 
         nll = total.target_gap + total.log_sum_exp

@@ -76,6 +76,7 @@ def token_outputs(
         options.description,
         options.log_probs,
         options.entropy,
+        options.overlap_blocks,
     )
     return TokenOutputs(
         loss, token_weight.detach(), log_prob if options.log_probs else None, entropy if options.entropy else None
@@ -86,7 +87,7 @@ def token_outputs(
     operator_name("vocab_cross_entropy", __file__),
     mutates_args=(),
     schema=f"(Tensor logits, Tensor target, Tensor? weight, str group, int num_classes, {_OPTIONS}, bool validate, "
-    f"str description, bool log_probs, bool entropy) -> ({', '.join(['Tensor'] * 13)})",
+    f"str description, bool log_probs, bool entropy, int overlap_blocks) -> ({', '.join(['Tensor'] * 13)})",
 )
 def _forward(
     logits: torch.Tensor,
@@ -101,13 +102,14 @@ def _forward(
     description: str,
     log_probs: bool,
     entropy: bool,
+    overlap_blocks: int,
 ) -> tuple[torch.Tensor, ...]:
     """Loss, token weight, log-probability, entropy; the state; the shard's numbers."""
     # Which classes a rank holds is settled when the operator runs, by the layer that eager calls come from.
     from hyper_parallel.loss_parallel.functional_checks import find_shard
 
     options = LossOptions(
-        ignore_index, label_smoothing, z_loss, False, validate, description, log_probs, entropy
+        ignore_index, label_smoothing, z_loss, False, validate, description, log_probs, entropy, overlap_blocks
     )
     dim = max(logits.ndim - 1, 0)
     shard = find_shard(
@@ -154,6 +156,7 @@ def _(
     description: str,
     log_probs: bool,
     entropy: bool,
+    overlap_blocks: int,
 ) -> tuple[torch.Tensor, ...]:
     dtype = statistics_dtype(logits)
 
@@ -227,7 +230,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    logits, _, weight, _, _, ignore_index, label_smoothing, z_loss, _, _, log_probs, entropy = inputs
+    logits, _, weight, _, _, ignore_index, label_smoothing, z_loss, _, _, log_probs, entropy, _ = inputs
     state = (*output[4:12], output[3])
     ctx.save_for_backward(logits, weight, output[12], *state)
     ctx.options = (ignore_index, label_smoothing, z_loss, log_probs, entropy)
@@ -236,7 +239,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
 def _gradient(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     logits, weight, shard, *state = ctx.saved_tensors
     grad = _backward(grads[0], grads[2], grads[3], logits, weight, state, shard, *ctx.options)
-    return grad, *[None] * 11
+    return grad, *[None] * 12
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

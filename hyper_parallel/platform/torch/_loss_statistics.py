@@ -93,7 +93,8 @@ def shard_statistics(
     )
     exponentials = Exponentials(finite_or_zero(reference), sum_exp)
     if direct is not None and found is not None:
-        exponentials = Exponentials(*(torch.where(found, a, b) for a, b in zip((0.0, direct), exponentials)))
+        anchor, total = exponentials
+        exponentials = Exponentials(torch.where(found, 0.0, anchor), torch.where(found, direct, total))
     return statistics, exponentials
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ __all__ = [
     "all_to_all_uneven",
     "broadcast",
     "reduce_scatter_uneven",
+    "start_all_gather",
+    "start_all_reduce",
 ]
 
 # renamed in newer releases, the old names warn there
@@ -44,6 +46,21 @@ def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
     if x.numel():
         _all_gather_single(out.view(-1), x.view(-1), group=group.handle)
     return out
+
+
+def start_all_reduce(x: torch.Tensor, op: str, group: Group) -> Callable[[], torch.Tensor]:
+    """Start :func:`all_reduce` of numbers in a group of more than one; calling the result waits for it."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(out, _REDUCE_OPS[op], group=group.handle, async_op=True)
+    return lambda: _waited(work, out)
+
+
+def start_all_gather(x: torch.Tensor, group: Group) -> Callable[[], torch.Tensor]:
+    """Start :func:`all_gather` of some numbers in a group of more than one; calling the result waits for it."""
+    x = x.detach().contiguous()
+    out = x.new_empty((group.size, *x.shape))
+    work = _all_gather_single(out.view(-1), x.view(-1), group=group.handle, async_op=True)
+    return lambda: _waited(work, out)
 
 
 def all_gather_uneven(x: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
@@ -98,4 +115,10 @@ def broadcast(x: torch.Tensor, src: int, group: Group) -> torch.Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
         dist.broadcast(out, group.ranks[src], group=group.handle)
+    return out
+
+
+def _waited(work: dist.Work | None, out: torch.Tensor) -> torch.Tensor:
+    if work is not None:
+        work.wait()
     return out
