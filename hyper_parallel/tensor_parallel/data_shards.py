@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.core.native import from_native
 from hyper_parallel.core.placement_types import Shard
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, get_platform
@@ -39,6 +38,8 @@ def data_piece(parameter: Parameter) -> DataPiece | None:
     """
     if not get_platform().is_native_dtensor(parameter):
         return None
+    from hyper_parallel.core.native import from_native  # loads the framework, which who reads files alone does not need
+
     layout = from_native(parameter).global_layout
     placement = layout.placements[0]
     if layout.mesh.ndim != 1 or not isinstance(placement, Shard):

@@ -145,19 +145,6 @@ def _named_tensors(model: Module) -> Iterator[tuple[str, Slot, Tensor]]:
             yield f"{name}.{own_name}" if name else own_name, (module, own_name), tensor
 
 
-def _marks(tensor: Tensor, slots: Sequence[Slot]) -> tuple[ShardSpec | None, Group | None]:
-    """How tensor parallelism cuts it, and over which ranks. FSDP2 puts new parameters in the place of marked ones; the
-    layers' rules still know then.
-    """
-    if (spec := getattr(tensor, "_shard_spec", None)) is not None:
-        return spec, getattr(tensor, "_shard_group", None)
-    for module, name in slots:
-        for rule in get_module_backend().rules(module):
-            if name in rule.cuts:
-                return rule.cuts[name], rule.group
-    return None, None
-
-
 def _describe(names: tuple[str, ...], slots: tuple[Slot, ...], tensor: Tensor) -> ModelTensor:
     platform = get_platform()
     try:
@@ -171,7 +158,7 @@ def _describe(names: tuple[str, ...], slots: tuple[Slot, ...], tensor: Tensor) -
             f"{names[0]} was sharded over data-parallel ranks before it had memory; give it some first "
             "(materialize, load_hf_checkpoint, or model.to_empty)"
         )
-    spec, group = _marks(tensor, slots)
+    spec, group = getattr(tensor, "_shard_spec", None), getattr(tensor, "_shard_group", None)
     shape = platform.shape(tensor)
     if spec is None:
         spec, group = ShardSpec.replicated(shape, 1), None

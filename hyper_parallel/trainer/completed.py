@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.trainer.checkpoint_folder import Place, step_name
+from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import RunSummary
 
@@ -16,7 +17,7 @@ __all__ = ["completed_run", "describe_completed"]
 
 def completed_run(options: TrainOptions) -> RunSummary | None:
     """What the job has left in its output folder when the checkpoint that it would go on from is that of its last step;
-    None when there is something to do. Reads names and the summary alone; no collective.
+    None when there is something to do, or that checkpoint is not whole. Reads small files alone; no collective.
     """
     settings = options.checkpoint
     if settings.resume == "none" or (settings.resume == "auto" and not settings.enable):
@@ -25,11 +26,13 @@ def completed_run(options: TrainOptions) -> RunSummary | None:
     place = Place(Path(os.path.realpath(start)), settings.folder)
     try:
         checkpoint = place.locate()
+        if checkpoint != _folder(options) / step_name(options.steps):
+            return None
+        open_whole_checkpoint(checkpoint)
         summary = RunSummary.read(options.output)
     except (CheckpointError, OSError, ValueError, TypeError):
         return None
-    last = _folder(options) / step_name(options.steps)
-    return replace(summary, found_complete=True) if checkpoint == last and summary.steps == options.steps else None
+    return replace(summary, found_complete=True) if summary.steps == options.steps else None
 
 
 def describe_completed(options: TrainOptions) -> str:

@@ -14,6 +14,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.modules import Module, get_module_backend
 from hyper_parallel.platform.training import ModelSettings, TrainingTools
 from hyper_parallel.tensor_parallel.auto_plan import last_layer
+from hyper_parallel.tensor_parallel.data_shards import local_part
 from hyper_parallel.tensor_parallel.hf_load import load_hf_checkpoint
 from hyper_parallel.tensor_parallel.initialize import Constant, Initializer, Normal
 from hyper_parallel.tensor_parallel.materialize import materialize
@@ -23,7 +24,7 @@ from hyper_parallel.trainer.linear_loss import LinearCrossEntropyLoss
 from hyper_parallel.trainer.loss import ChunkedCrossEntropyLoss, CrossEntropyLoss, HeadLoss, LossFunction
 from hyper_parallel.trainer.options import TrainOptions
 
-__all__ = ["BuiltModel", "ModelSource", "Plan", "build_model", "make_loss", "model_settings"]
+__all__ = ["BuiltModel", "ModelSource", "Plan", "build_model", "count_parameters", "make_loss", "model_settings"]
 
 ModelSource = Callable[[], Module]
 """Builds the model, as it would for one device. Runs where tensors have shapes but no memory."""
@@ -39,12 +40,10 @@ class BuiltModel:
     Attributes:
         model: the backend's module; its parameters are what this rank holds.
         parameters: numbers in the whole model.
-        local_parameters: numbers that this rank holds.
     """
 
     model: Module
     parameters: int
-    local_parameters: int
 
 
 def build_model(
@@ -69,7 +68,7 @@ def build_model(
     """
     config = options.parallelism
     model = tools.build(source or (lambda: build_llama(options.model)))
-    parameters = _count(model)
+    parameters = count_parameters(model)
     if config.tp_enabled:
         whole: Plan = "auto" if options.plan == "auto" else {"lm_head": last_layer(config)}
         parallelize_module(
@@ -77,10 +76,10 @@ def build_model(
         )
     if weights is not None:
         load_hf_checkpoint(model, weights, device=options.device)
-        return BuiltModel(model, parameters, _count(model))
+        return BuiltModel(model, parameters)
     llama: dict[str, Initializer] = {"*": Normal(options.model.initializer_range), "*norm.weight": Constant(1.0)}
     materialize(model, seed=options.seed, initial=llama if source is None else None, device=options.device)
-    return BuiltModel(model, parameters, _count(model))
+    return BuiltModel(model, parameters)
 
 
 def model_settings(options: TrainOptions, mesh: DeviceMesh) -> ModelSettings:
@@ -118,8 +117,9 @@ def make_loss(
     return loss
 
 
-def _count(model: Module) -> int:
+def count_parameters(model: Module) -> int:
+    """Numbers in the parameters that this rank holds; of those that FSDP2 has sharded its own part."""
     backend, platform = get_module_backend(), get_platform()
     modules = [module for _, module in backend.named_modules(model)]
-    found = {id(p): platform.shape(p) for module in modules for p in backend.own_parameters(module).values()}
-    return sum(math.prod(shape) for shape in found.values())
+    parameters = {id(p): p for module in modules for p in backend.own_parameters(module).values()}
+    return sum(math.prod(platform.shape(local_part(p))) for p in parameters.values())

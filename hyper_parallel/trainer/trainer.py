@@ -23,7 +23,7 @@ from hyper_parallel.trainer.metrics import MetricsLog, StepRecord
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.same_batch import check_same_batch
 from hyper_parallel.trainer.schedule import warmup_cosine
-from hyper_parallel.trainer.setup import ModelSource, Plan, build_model, make_loss, model_settings
+from hyper_parallel.trainer.setup import ModelSource, Plan, build_model, count_parameters, make_loss, model_settings
 from hyper_parallel.trainer.stopping import StopRequest
 from hyper_parallel.trainer.validator import Validator
 
@@ -101,7 +101,7 @@ class Trainer:
         state = "on" if self.options.parallelism.loss_parallel_enabled else "off"
         return (
             f"{len(self.text.tokens):,} tokens of text, {self.mesh.describe()}, loss parallel {state}, "
-            f"{self.built.parameters:,} parameters: {self.built.local_parameters:,} on a rank"
+            f"{self.built.parameters:,} parameters: {count_parameters(self.model):,} on a rank"
         )
 
     def train(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def with_data_parallel(kind: str, how: str, folder: str) -> float:
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from hyper_parallel import init_device_mesh, loss_parallel
+    from hyper_parallel import clip_grad_norm_, init_device_mesh, loss_parallel
     from hyper_parallel.platform import get_platform
     from hyper_parallel.tensor_parallel.plan import parallelize_module
 
@@ -223,6 +224,8 @@ def with_data_parallel(kind: str, how: str, folder: str) -> float:
         outer(own, labels=own).loss.backward()
     grads = [p.grad.full_tensor() if how == "fsdp2" else p.grad for p in model.parameters()]
     check_files(model, reference, f"{folder}/{kind}")
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), math.inf)
+    assert float(clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(float(norm), rel=1e-5)
     return max(float((a - b).abs().amax() / b.abs().amax().clamp(min=1e-3)) for a, b in zip(grads, parts))
 
 

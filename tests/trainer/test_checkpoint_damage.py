@@ -72,7 +72,7 @@ def test_damage_is_found_and_named_on_all_ranks(name: str, root: Path, tmp_path:
     files = [p for p in checkpoint.rglob("*") if p.relative_to(checkpoint).as_posix().startswith(prefix)]
     path = checkpoint / prefix if damage is add else files[0]
     damage(path)
-    errors = failures(tmp_path, "run", *EVERY_2)
+    errors = failures(tmp_path, "run", *EVERY_2, "--steps", "8")
     assert errors[0] == errors[1] and errors[0].type == "CheckpointError"
     assert str(path) in errors[0].message and message in errors[0].message
     assert steps_in(tmp_path, "run") == [2, 4, 6], "somebody has removed what could be looked at"

@@ -76,12 +76,11 @@ _sum_bucket.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futur
 
 
 def _fully_shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: str) -> nn.Module:
-    """Layer by layer, then what is left. The marks of tensor parallelism move to the new parameters."""
+    """Layer by layer, then what is left."""
     try:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     except ImportError:
         raise ValueError(f"data_parallel 'fsdp' needs PyTorch 2.6 or newer, found {torch.__version__}") from None
-    marks = {name: dict(p.__dict__) for name, p in model.named_parameters(remove_duplicate=False)}
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if compute_dtype == "bfloat16"
@@ -95,7 +94,4 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: str) -> nn.M
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # gradients are terms of a sum
             module.set_force_sum_reduction_for_comms(True)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        kept = {k: v for k, v in marks[name].items() if k in ("_shard_spec", "_shard_group")}
-        parameter.__dict__.update(kept)
     return model

@@ -40,6 +40,12 @@ class RuledModule:
         _mark_parameters(self)  # type: ignore[arg-type]
         return result
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP2 puts parameters of its own in the place of the marked ones
+        if isinstance(value, nn.Parameter):
+            _mark_parameters(self)  # type: ignore[arg-type]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         _mark_parameters(self)  # type: ignore[arg-type]
