@@ -30,7 +30,7 @@ def take_apart(
 ) -> tuple[Tensor, Layout]:
     """The local tensor and where it lies.
 
-    Collectives: for a plain sharded tensor without ``size`` that of :func:`ensure_even`, else none.
+    Collectives: for a plain sharded tensor that of :func:`ensure_even`, else none.
 
     Args:
         x: a DTensor on ``mesh``, or a plain tensor that lies as ``placement`` says.
@@ -54,8 +54,8 @@ def take_apart(
             )
         return platform.as_local(x), x.global_layout
     shape = list(platform.shape(x))
-    if isinstance(placement, Shard) and size is None:
-        ensure_even(x, placement.dim, mesh.get_group(), where, say)
+    if isinstance(placement, Shard):
+        ensure_even(x, placement.dim, mesh.get_group(), where, say, size)
     check_dim(placement, tuple(shape), where)
     placement = Layout(mesh, [placement], shape).placements[0]
     if isinstance(placement, Shard):
@@ -140,7 +140,7 @@ def fetch_for_shards(
     local, layout = take_apart(x, mesh, placement, size, where=where, say=say)
     found = layout.placements[0]
     if isinstance(found, Shard):
-        gather = GatherFromSequenceRegion(mesh.get_group(), found.dim, layout.shape[found.dim])
+        gather = GatherFromSequenceRegion(mesh.get_group(), found.dim, layout.shape[found.dim], checked=True)
         return gather(local), False
     return redistribute_local(local, layout, layout.replace([Replicate()])), True
 

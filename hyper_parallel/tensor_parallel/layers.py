@@ -114,7 +114,7 @@ class ColumnParallelLinear(SharedLayer):
 
     Called with ``x [..., in]``, plain or a DTensor; gives ``[..., own features]``, or all of them when
     gathered. With an uneven sequence, ``sequence_length=`` says how long the sequence is on all ranks
-    together. A plain sequence without it has to be as long on every rank: on CPU the ranks ask each other
+    together. A plain sequence without it has to be as long on every rank. On CPU the ranks ask each other
     first, by an all-gather of 16 bytes, and raise a ValueError on all; on accelerators it is not looked at.
 
     Example:

@@ -22,14 +22,12 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
-from hyper_parallel.tensor_parallel.even import ensure_even
+from hyper_parallel.tensor_parallel.even import Sizes, ensure_even, pieces
 from hyper_parallel.tensor_parallel.groups import resolve_group
 
 __all__ = [
@@ -46,8 +44,6 @@ __all__ = [
     "reduce_scatter_to_sequence_region",
     "scatter_to_tp_region",
 ]
-
-Sizes = int | Sequence[int] | None
 
 
 def copy_to_tp_region(x: Tensor, group: Any) -> Tensor:
@@ -81,11 +77,11 @@ def gather_from_tp_region(x: Tensor, group: Any, dim: int = -1, *, size: Sizes =
         group: the ranks.
         dim: the dim to join along.
         size: the joined size of ``dim``, cut in ``torch.chunk`` sizes; or the size of each rank's piece;
-            None: all pieces are as large as this one. On CPU the ranks agree on that first, by an all-gather
-            of 16 bytes; on accelerators it is not looked at.
+            None: all pieces are as large as this one. On CPU the ranks make sure of it first, by an all-gather
+            of 16 bytes; on accelerators what other ranks hold is not looked at.
 
     Raises:
-        ValueError: ``size`` does not fit ``x`` or the group; without it, pieces of different shapes, on all ranks.
+        ValueError: ``size`` does not fit ``x`` or the group, or pieces of different shapes; on all ranks.
         IndexError: ``x`` has no ``dim``.
 
     Example:
@@ -121,8 +117,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Any, dim: int = 1, *, si
     ``dim``.
 
     After a row-parallel layer whose output is sharded over the sequence. Arguments as in
-    :func:`scatter_to_tp_region`. Without ``size`` the ranks agree on CPU that their shapes are equal, by an
-    all-gather of 16 bytes.
+    :func:`scatter_to_tp_region`. On CPU the ranks make sure that their shapes are equal, by an all-gather of 16 bytes.
     """
     return ReduceScatterToSequenceRegion(resolve_group(group), dim, size)(x)
 
@@ -189,11 +184,13 @@ class ReduceFromTPRegion(_Region):
 class _DimRegion(_Region):
     dim: int = -1
     size: Sizes = None
+    checked: bool = False
+    """That ``size`` is what the ranks hold needs no question."""
 
     def _bind(self, x: Tensor) -> Any:
         """The same region with ``dim`` counted from the front and ``size`` spelt out per rank."""
         shape = get_platform().shape(x)
-        if self.size is None:
+        if not self.checked:
             self._check_others(x)
         if not -len(shape) <= self.dim < len(shape):
             raise IndexError(f"{type(self).__name__} along dim {self.dim} of a tensor of shape {shape}")
@@ -211,7 +208,7 @@ class _DimRegion(_Region):
         raise NotImplementedError
 
     def _check_others(self, x: Tensor) -> None:
-        """Whether all ranks hold what a map without ``size`` takes for granted, before it sends anything."""
+        """Whether all ranks hold what the map takes for granted, before it sends anything."""
 
     # ``dim`` and ``size`` are bound in what follows
 
@@ -229,14 +226,10 @@ class _DimRegion(_Region):
 @dataclass(frozen=True, eq=False)
 class _Joining(_DimRegion):
     def _check_others(self, x: Tensor) -> None:
-        ensure_even(x, self.dim, self.group, type(self).__name__, "size={lengths}")
+        ensure_even(x, self.dim, self.group, type(self).__name__, "size={lengths}", self.size)
 
     def _sizes(self, own: int) -> tuple[int, ...]:
-        if self.size is None:
-            return (own,) * self.group.size
-        if isinstance(self.size, int):
-            return tuple(stop - start for start, stop in chunk_ranges(self.size, self.group.size))
-        return tuple(self.size)
+        return (own,) * self.group.size if self.size is None else pieces(self.size, self.group.size)
 
     def _check(self, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> None:
         if shape[dim] != sizes[self.group.rank]:
@@ -249,9 +242,7 @@ class _Joining(_DimRegion):
 @dataclass(frozen=True, eq=False)
 class _Cutting(_DimRegion):
     def _sizes(self, own: int) -> tuple[int, ...]:
-        if self.size is None or isinstance(self.size, int):
-            return tuple(stop - start for start, stop in chunk_ranges(own, self.group.size))
-        return tuple(self.size)
+        return pieces(own if self.size is None or isinstance(self.size, int) else self.size, self.group.size)
 
     def _check(self, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> None:
         if shape[dim] != sum(sizes) or (isinstance(self.size, int) and self.size != shape[dim]):
@@ -287,7 +278,7 @@ class ReduceScatterToSequenceRegion(_Cutting):
     """See :func:`reduce_scatter_to_sequence_region`."""
 
     def _check_others(self, x: Tensor) -> None:
-        ensure_even(x, None, self.group, type(self).__name__)
+        ensure_even(x, None, self.group, type(self).__name__, told=self.size)
 
     forward = _DimRegion._sum_own_piece
     backward = _DimRegion._join

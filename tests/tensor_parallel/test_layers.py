@@ -77,7 +77,12 @@ COLUMN_CASES = [
     pytest.param({"bias": False}, None, -1, {}, {"all_reduce": 1}, id="no bias"),
     pytest.param({"gather_output": True}, None, None, {"all_gather": 1}, {"all_reduce": 1}, id="gathered"),
     pytest.param(
-        {"sequence_parallel": True}, 1, -1, {"all_gather": 1}, {"reduce_scatter": 1}, id="sequence parallel"
+        {"sequence_parallel": True},
+        1,
+        -1,
+        {"all_gather": 2},  # of them one to make sure of the lengths, on CPU
+        {"reduce_scatter": 1},
+        id="sequence parallel",
     ),
 ]
 ROW_CASES = [

@@ -167,12 +167,10 @@ def collectives_of(name: str) -> list[tuple[dict[str, int], dict[str, int]]]:
     ],
 )
 def test_collectives(platform: str, name: str, forward: dict[str, int], backward: dict[str, int]) -> None:
-    """Without a size the ranks agree first, where they take each other's for granted (on CPU)."""
-    untold = dict(forward)
+    """Where a region relies on what other ranks hold, they make sure of it first (on CPU), told a size or not."""
     if "gather_from" in name or "reduce_scatter" in name:
-        untold["all_gather"] = untold.get("all_gather", 0) + 1
-    expected = [(untold, backward), (forward, backward)]
-    assert run_distributed(collectives_of, name, platform=platform, world_size=2) == [expected] * 2
+        forward = forward | {"all_gather": forward.get("all_gather", 0) + 1}
+    assert run_distributed(collectives_of, name, platform=platform, world_size=2) == [[(forward, backward)] * 2] * 2
     assert run_distributed(collectives_of, name, platform=platform, world_size=1) == [[({}, {})] * 2]
 
 
@@ -212,7 +210,7 @@ def misuse(case: str) -> None:
         ("dim", "IndexError", "along dim 2 of a tensor of shape (4, 4)"),
         ("sizes", "ValueError", "dim 0 of shape (4, 4) cannot be cut into size=(3, 2)"),
         ("count", "ValueError", "size=(1, 1, 2) does not give each of 2 ranks its piece"),
-        ("own", "ValueError", "size=12 gives it 6 of (6, 6)"),
+        ("own", "ValueError", "sharded as 4 on rank 0, 4 on rank 1; expected (6, 6), the pieces of 12"),
         ("none", "TypeError", "mesh['tp']"),
         ("type", "TypeError", "found int"),
     ],

@@ -129,6 +129,10 @@ def told(case: str) -> tuple[np.ndarray, dict[str, int]]:
             return layer(x, sequence_length=5)
         if case == "even":
             return layer(x[:, :2])
+        if case == "too short on one rank":
+            return layer(x[:, : 3 - 2 * this_rank()], sequence_length=5)
+        if case == "told differently":
+            return layer(x, sequence_length=5 + this_rank())
         return layer(DTensor.from_local(x, adapter.mesh, [Shard(1)], shape=(2, 5, WIDTH)))
 
     found = adapter.differentiate(call, [adapter.tensor(x)])
@@ -137,16 +141,28 @@ def told(case: str) -> tuple[np.ndarray, dict[str, int]]:
 
 @on_groups(2)
 def test_uneven_that_is_told(platform: str, world_size: int) -> None:
-    """No header, where nothing is taken for granted; a norm needs no length."""
+    """No header, where nothing is taken for granted: a DTensor knows, a norm needs no length."""
     y, sides = values(2, 5, WIDTH) @ values(4, WIDTH, seed=1).T, (slice(0, 2), slice(2, 4))
     for case in ("length", "DTensor"):
         for rank, (value, forward) in enumerate(run_distributed(told, case, platform=platform, world_size=world_size)):
             np.testing.assert_allclose(value, y[..., sides[rank]], rtol=1e-12)
-            assert forward == {"all_gather": 1}
+            assert forward == {"all_gather": 2 if case == "length" else 1}
     for rank, (value, forward) in enumerate(run_distributed(told, "norm", platform=platform, world_size=world_size)):
         assert value.shape == (2, 3 - rank, WIDTH) and forward == {}
     for _, forward in run_distributed(told, "even", platform=platform, world_size=world_size):
         assert forward == {"all_gather": 2}
+
+
+@on_groups(2)
+def test_told_wrongly(platform: str, world_size: int) -> None:
+    """On one rank only: an error on all."""
+    for case, text in {
+        "too short on one rank": "dim 1 of a plain tensor is sharded as 3 on rank 0, 1 on rank 1; expected (3, 2), "
+        "the pieces of 5",
+        "told differently": "float64 (2, 3, 6) of 5 on rank 0, float64 (2, 2, 6) of 6 on rank 1",
+    }.items():
+        for error in run_distributed(told, case, platform=platform, world_size=world_size, expect_error=True):
+            assert error.type == "ValueError" and text in error.message
 
 
 def impossible(dim: int) -> dict[str, str]:
