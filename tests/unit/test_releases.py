@@ -20,6 +20,20 @@ def supported(framework: str) -> tuple[int, ...]:
     return int(match[1]), int(match[2])
 
 
+@pytest.mark.contract("V1")
+@pytest.mark.platform("torch")
+def test_supported_pytorch_has_been_tried() -> None:
+    """The whole part on three supported releases at least, the oldest and the pinned one among them, without failures."""
+    found = {release: row for (name, release), row in releases.read_results(PAGE).items() if name == "PyTorch"}
+    oldest = supported("PyTorch")
+    good = {release: row for release, row in found.items() if releases.numbers(release)[:2] >= oldest}
+    assert len(good) >= 3 and min(map(releases.numbers, good)) == (*oldest, 0)
+    assert all(passed > 2500 and failed == 0 for passed, failed, _ in good.values()), good
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = re.search(r"^torch==(.+)$", pins, re.MULTILINE)
+    assert pinned is not None and pinned[1] in good
+
+
 def test_no_supported_release_has_failures() -> None:
     for (name, release), (_, failed, _) in releases.read_results(PAGE).items():
         assert (failed == 0) == (releases.numbers(release)[:2] >= supported(name)), (name, release, failed)
