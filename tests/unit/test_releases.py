@@ -23,7 +23,7 @@ def supported(framework: str) -> tuple[int, ...]:
 @pytest.mark.contract("V1")
 @pytest.mark.platform("torch")
 def test_supported_pytorch_has_been_tried() -> None:
-    """The whole part on three supported releases at least, the oldest and the pinned one among them, without failures."""
+    """Three supported releases at least, the oldest and the pinned one among them, all without failures."""
     found = {release: row for (name, release), row in releases.read_results(PAGE).items() if name == "PyTorch"}
     oldest = supported("PyTorch")
     good = {release: row for release, row in found.items() if releases.numbers(release)[:2] >= oldest}
