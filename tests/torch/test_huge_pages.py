@@ -9,10 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
-from hyper_parallel.platform.torch import _huge_pages
-from tests.harness import run_distributed
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from hyper_parallel.platform.torch import _huge_pages  # noqa: E402
+from tests.harness import run_distributed  # noqa: E402
 
 pytestmark = [
     pytest.mark.platform("torch"),

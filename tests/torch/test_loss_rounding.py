@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
-from tests.harness import run_distributed
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions  # noqa: E402
+from tests.harness import run_distributed  # noqa: E402
 
 _TOKENS, _CLASSES = 8, 131072
 

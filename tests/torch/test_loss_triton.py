@@ -10,9 +10,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from hyper_parallel.platform.torch import _loss_fused
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from hyper_parallel.platform.torch import _loss_fused  # noqa: E402
 
 _ROOT = Path(__file__).resolve().parents[2]
 
