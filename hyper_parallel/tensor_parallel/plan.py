@@ -21,6 +21,7 @@ from hyper_parallel.tensor_parallel.agreement import raise_together
 from hyper_parallel.tensor_parallel.auto_plan import auto_plan
 from hyper_parallel.tensor_parallel.groups import tensor_parallel_mesh
 from hyper_parallel.tensor_parallel.planning import Planned, plan_model
+from hyper_parallel.tensor_parallel.refused_saves import refuse_save_pretrained
 from hyper_parallel.tensor_parallel.replicas import make_replica_sum
 from hyper_parallel.tensor_parallel.report import PlanReport
 from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
@@ -50,6 +51,9 @@ def parallelize_module(
     weight share its part.
 
     Dropout of activations that every rank holds must be the same on all: seed the ranks of a group alike.
+
+    ``save_pretrained`` of a shared model of transformers is an error from then on, as it would write one rank's
+    parts; :func:`save_hf_checkpoint` writes whole tensors.
 
     Args:
         module: the model; all ranks of a group pass the same one.
@@ -104,6 +108,9 @@ def parallelize_module(
             stacklevel=2,
         )
     _apply(planned, group)
+    if group.size > 1:
+        cut = (b.module for b in planned.bound if any(s.dim is not None for s in b.rule.cuts.values()))
+        refuse_save_pretrained(module, cut, group.size)
     setattr(module, _REPORT, planned.report)
     return module
 
