@@ -162,6 +162,20 @@ def test_no_page_promises_what_is_not_there() -> None:
         assert not re.search(r"TODO|FIXME|coming soon|not yet", page.text), page.name
 
 
+def test_guide_lists_the_model_types_that_are_tested() -> None:
+    """With "auto" beside one device, those of which also with sequence parallelism, and those refused."""
+    pytest.importorskip("transformers")
+    from tests.tensor_parallel import small_models, test_torch_refusals, test_transformers
+
+    text = (ROOT / "docs/guide/tensor_parallel.md").read_text(encoding="utf-8")
+    items = text.split("<!-- model types")[1].split("\n\n")[1].split("\n- ")
+    listed = [re.findall(r"`(\w+)`", item.split(": ", 1)[1]) for item in items]
+    refused = {case.split()[0] for case in test_torch_refusals.ATTENTION} | {"mixtral"}
+    assert "mixture of experts" in test_torch_refusals.REFUSED
+    expected = [{*small_models.KINDS, *test_transformers.OTHER_KINDS}, {*small_models.KINDS}, refused]
+    assert listed == [sorted(names) for names in expected]
+
+
 @pytest.mark.contract("D1")
 def test_op_name_page_is_fresh() -> None:
     assert op_names.main(["--check"]) == 0, "run python -m tools.op_names --write"

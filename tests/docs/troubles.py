@@ -148,6 +148,16 @@ def two_dims() -> None:
     parallelize_module(model(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")), {"up": "colwise"})
 
 
+def saved_in_parts() -> None:
+    from torch import nn
+
+    class Saved(nn.Sequential):
+        def save_pretrained(self, path: str) -> None:
+            raise AssertionError(path)
+
+    plan({"0": "colwise"}, Saved(nn.Linear(4, 8))).save_pretrained("never")
+
+
 def infinite_norm() -> None:
     import torch
 
@@ -292,6 +302,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "must use all": mesh_too_large,
     "expected a 1-D mesh or one with a dim named 'tp'": two_dims,
     "has no values yet": used_empty,
+    "would write this rank's parts as if": saved_in_parts,
     "of the gradients is": infinite_norm,
     "does not fit the model": other_keys,
     "holds no checkpoint": nothing_there,

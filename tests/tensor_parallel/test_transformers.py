@@ -110,20 +110,20 @@ def test_one_key_value_head_on_all_ranks(kind: str) -> None:
     check(kind, 4, heads=8, key_values=1)
 
 
-@pytest.mark.contract("T4")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "apertus",  # its activation has parameters, whose gradients are summed
-        "cohere",  # attention and MLP beside each other
-        "gemma2",  # a scaled embedding, capped logits
-        "gpt_neox",  # queries, keys and values interleaved by heads
-        "mistral",
-        "olmo2",  # norms over all heads: their projections are gathered
-        "phi",  # biases, also of the last layer
-        "starcoder2",
-    ],
+OTHER_KINDS = (
+    "apertus",  # its activation has parameters, whose gradients are summed
+    "cohere",  # attention and MLP beside each other
+    "gemma2",  # a scaled embedding, capped logits
+    "gpt_neox",  # queries, keys and values interleaved by heads
+    "mistral",
+    "olmo2",  # norms over all heads: their projections are gathered
+    "phi",  # biases, also of the last layer
+    "starcoder2",
 )
+
+
+@pytest.mark.contract("T4")
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_models(kind: str) -> None:
     check(kind, 2)
 
