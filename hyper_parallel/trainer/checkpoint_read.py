@@ -16,7 +16,7 @@ from hyper_parallel.trainer.checkpoint_manifest import Manifest
 from hyper_parallel.trainer.checkpoint_state import STATE_FILE, TrainState
 from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER, TrainedParts, match_moments, read_moments
 
-__all__ = ["open_whole_checkpoint", "read_checkpoint"]
+__all__ = ["check_weights", "open_whole_checkpoint", "read_checkpoint"]
 
 _WHAT = "reading a checkpoint"
 
@@ -66,6 +66,30 @@ def read_checkpoint(path: Path, parts: TrainedParts, seed: int) -> TrainState:
         error = e
     _agree(error, [""], "moments", ranks, like)
     return state
+
+
+def check_weights(path: Path, ranks: Group, like: Tensor) -> None:
+    """Compare the content of the model's files with their checksums, each file by one rank. Collective over ``ranks``.
+
+    Args:
+        path: the checkpoint's folder; all ranks see it.
+        ranks: those that read it.
+        like: a tensor on the device that they communicate from.
+
+    Collectives: one small all-gather.
+
+    Raises:
+        CheckpointError: the same on every rank; a file is missing or damaged.
+    """
+    view, error = [""], None
+    try:
+        manifest, _ = open_whole_checkpoint(path)
+        names = sorted(name for name in manifest.files if name.startswith(f"{MODEL_FOLDER}/"))
+        manifest.check_content(path, names[ranks.rank :: ranks.size])
+        view = [f"{path} {manifest.digest}"]
+    except CheckpointError as e:
+        error = e
+    _agree(error, view, "checksums", ranks, like)
 
 
 def open_whole_checkpoint(path: Path) -> tuple[Manifest, TrainState]:

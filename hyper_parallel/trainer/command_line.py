@@ -29,17 +29,20 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     return parse_options(TrainOptions, "train", arguments)
 
 
-def parse_options(kind: type[Options], command: str, arguments: Sequence[str]) -> Options:
-    """``[config.yaml] [--section.option value ...]`` as options of a command.
+def parse_options(
+    kind: type[Options], command: str, arguments: Sequence[str], defaults: Options | None = None
+) -> Options:
+    """``[config.yaml] [--section.option value ...]`` as options of a command; what neither names comes from
+    ``defaults``, or is the default of its kind.
 
     Raises:
         UsageError: the file cannot be used.
         SystemExit: 0 after ``--help``; 2 for an option that does not exist (with near matches) or a value
             that does not fit.
     """
-    rest, defaults = list(arguments), kind()
+    rest, defaults = list(arguments), kind() if defaults is None else defaults
     if rest and not rest[0].startswith("-"):
-        defaults = read_options_file(Path(rest.pop(0)), kind)
+        defaults = read_options_file(Path(rest.pop(0)), kind, defaults)
     return tyro.cli(
         kind,
         args=rest,
@@ -49,8 +52,12 @@ def parse_options(kind: type[Options], command: str, arguments: Sequence[str]) -
     )
 
 
-def read_options_file(path: Path, kind: type[Options] = TrainOptions) -> Options:  # type: ignore[assignment]
-    """Options from a YAML file whose nested mappings are the sections.
+def read_options_file(
+    path: Path,
+    kind: type[Options] = TrainOptions,  # type: ignore[assignment]
+    defaults: Options | None = None,
+) -> Options:
+    """Options from a YAML file whose nested mappings are the sections; what it does not name, as in ``defaults``.
 
     Raises:
         UsageError: the file cannot be read, or names an option that does not exist; near matches are given.
@@ -76,7 +83,8 @@ def read_options_file(path: Path, kind: type[Options] = TrainOptions) -> Options
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
             raise UsageError(f"{path}: unknown option {name!r}; {hint}")
         arguments += _as_arguments(name, value)
-    return tyro.cli(kind, args=arguments, prog=str(path), add_help=False)
+    default = with_open_output(kind() if defaults is None else defaults)
+    return tyro.cli(kind, args=arguments, default=default, prog=str(path), add_help=False)
 
 
 def _option_names(options: Any, prefix: str = "") -> Iterator[str]:

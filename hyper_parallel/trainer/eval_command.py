@@ -15,7 +15,8 @@ from hyper_parallel.errors import CheckpointError
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.trainer.checkpoint_folder import Place
 from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
-from hyper_parallel.trainer.checkpoint_state import STATE_FILE, TrainState
+from hyper_parallel.trainer.checkpoint_read import check_weights, open_whole_checkpoint
+from hyper_parallel.trainer.checkpoint_state import TrainState
 from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER
 from hyper_parallel.trainer.command_line import UsageError, parse_options
 from hyper_parallel.trainer.data_open import open_text
@@ -35,6 +36,9 @@ EVAL_FILE = "eval.json"
 
 _CONFIG = "config.json"
 
+_TEXT = ("format", "field", "tokenizer", "bos_token", "eos_token", "document_masks")
+"""Options of the text that an evaluation takes over from the run."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -42,6 +46,8 @@ class _Source:
 
     folder: Path
     options: TrainOptions
+    checkpoint: Path | None = None
+    """What the folder belongs to, where it is part of a checkpoint of training."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,10 +56,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if arguments and not arguments[0].startswith("-") and Path(arguments[0]).is_dir():
-        arguments = ["--weights", *arguments]  # no options file: what people give first is what to evaluate
+    arguments = _with_weights(arguments)
     options = parse_options(EvalOptions, "eval", arguments)
-    source = _find(options)
+    source = _find(options, arguments)
     if is_worker(os.environ):
         return run_guarded(lambda: _work(options, source))
     check_processes(options.parallelism, options.nproc)
@@ -66,36 +71,49 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _find(options: EvalOptions) -> _Source:
-    """The folder of the weights, with the sizes that its config says and the tokenizer that belongs to it."""
-    path, text = options.weights, options.text
+def _with_weights(arguments: Sequence[str]) -> Sequence[str]:
+    """What people give first, and is no options file, is what to evaluate."""
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    first = Path(arguments[0])
+    if not first.exists():
+        raise UsageError(
+            f"there is no {first}: expected a Hugging Face folder, a checkpoint of training, a run's folder, or a "
+            "YAML file of options"
+        )
+    return ["--weights", *arguments] if first.is_dir() else arguments
+
+
+def _find(options: EvalOptions, arguments: Sequence[str]) -> _Source:
+    """The folder of the weights, with the sizes that its config says; text is read as it was in training, as far as
+    ``arguments`` do not say otherwise.
+    """
+    path = options.weights
     if path is None:
         raise UsageError(
             "eval needs a Hugging Face folder, a checkpoint of training, or a run's folder: hyper-parallel eval "
             "FOLDER, or --weights FOLDER"
         )
     try:
-        if (path / _CONFIG).is_file():
-            folder = path
-            if text.tokenizer is None and (path / "tokenizer.json").is_file():
-                text = replace(text, tokenizer=path)
-        else:
+        folder, checkpoint, text = path, None, TextOptions()
+        if not (path / _CONFIG).is_file():
             checkpoint = Place(path, CheckpointOptions().folder).locate()
-            folder = checkpoint / MODEL_FOLDER
-            if text == TextOptions() and (checkpoint / STATE_FILE).is_file():
-                text = _text_of(TrainState.read(checkpoint), text)
-        return _Source(folder, options.as_training(LlamaConfig.from_hf(folder), text))
+            folder, text = checkpoint / MODEL_FOLDER, _text_of(open_whole_checkpoint(checkpoint)[1])
+        elif (path / "tokenizer.json").is_file():
+            text = TextOptions(tokenizer=path)
+        text = parse_options(EvalOptions, "eval", arguments, EvalOptions(text=text)).text
+        return _Source(folder, options.as_training(LlamaConfig.from_hf(folder), text), checkpoint)
     except (OSError, CheckpointError, ValueError) as error:
         raise UsageError(f"cannot evaluate {path}: {error}") from None
 
 
-def _text_of(state: TrainState, default: TextOptions) -> TextOptions:
+def _text_of(state: TrainState) -> TextOptions:
     """How the text was read in training, as far as it matters here."""
     before = dict(state.options.get("text") or {})
-    names = ("bos_token", "eos_token", "document_masks")
-    kept: dict[str, Any] = {name: before.get(name) for name in names if name in before}
-    tokenizer = before.get("tokenizer")
-    return replace(default, tokenizer=None if tokenizer is None else Path(tokenizer), **kept)
+    kept: dict[str, Any] = {name: before[name] for name in _TEXT if name in before}
+    if kept.get("tokenizer") is not None:
+        kept["tokenizer"] = Path(kept["tokenizer"])
+    return TextOptions(**kept)
 
 
 def _work(options: EvalOptions, source: _Source) -> int:
@@ -104,7 +122,13 @@ def _work(options: EvalOptions, source: _Source) -> int:
 
     get_platform(options.backend)
     from hyper_parallel.platform.training import load_training_tools
+    from hyper_parallel.platform.weights import get_weight_backend
+    from hyper_parallel.tensor_parallel.model_tensors import every_rank
 
+    if source.checkpoint is not None:
+        get_platform().ensure_initialized(options.device)
+        like = get_weight_backend().empty_on(options.device)
+        check_weights(source.checkpoint, every_rank(), like)
     found = evaluate(source.options, source.folder, options.batches)
     if get_platform().rank() == 0:
         row = {

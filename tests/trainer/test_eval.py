@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,16 @@ import pytest
 
 from hyper_parallel import cli
 from hyper_parallel.core.device_mesh import init_device_mesh
-from hyper_parallel.trainer.command_line import parse_train_options
+from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.platform.weights import get_weight_backend
+from hyper_parallel.tensor_parallel.model_tensors import every_rank
+from hyper_parallel.trainer.checkpoint_manifest import FileFacts, Manifest
+from hyper_parallel.trainer.checkpoint_read import check_weights
+from hyper_parallel.trainer.checkpoint_state import TrainState
+from hyper_parallel.trainer.command_line import UsageError, parse_options, parse_train_options
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.eval_command import _find
+from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.trainer import Trainer
 from hyper_parallel.trainer.validation_text import open_texts
 from tests.harness import run_distributed
@@ -119,9 +129,56 @@ def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path)
         assert result["tokens"] == trained["validation_tokens"][4]
 
 
+def checkpoint_of(folder: Path, **text: object) -> Path:
+    """A checkpoint without tensors, of a run with these options of its text."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/config.json").write_text(json.dumps(LlamaConfig().to_hf()))
+    state = TrainState(3, 3, {}, {}, "torch", [], {"text": {"cache": "elsewhere", **text}}, {})
+    (folder / "state.json").write_text(state.encode())
+    files = {name: FileFacts.of(folder / name) for name in ("state.json", "model/config.json")}
+    Manifest(3, files).write(folder)
+    return folder
+
+
+def test_text_is_read_as_in_training_except_for_what_is_said(tmp_path: Path) -> None:
+    of_the_run = {"tokenizer": "tok/a.json", "bos_token": "<s>", "document_masks": True, "field": "body"}
+    weights = checkpoint_of(tmp_path / "step_000003", **of_the_run)
+
+    def text(*more: str) -> TextOptions:
+        arguments = ["--weights", str(weights), *more]
+        return _find(parse_options(EvalOptions, "eval", arguments), arguments).options.text
+
+    expected = TextOptions(tokenizer=Path("tok/a.json"), bos_token="<s>", document_masks=True, field="body")
+    assert text() == expected
+    assert text("--text.prefetch", "0") == replace(expected, prefetch=0)
+    assert text("--text.field", "text", "--text.bos-token", "None") == replace(expected, field="text", bos_token=None)
+    assert text("--text.no-document-masks", "--text.format", "jsonl") == replace(
+        expected, document_masks=False, format="jsonl"
+    )
+    state = weights / "state.json"
+    state.write_text(state.read_text().replace("body", "bode"))
+    with pytest.raises(UsageError, match=r"cannot evaluate .*state.json is damaged"):
+        text()
+
+
+def check(path: str) -> None:
+    """In a worker."""
+    check_weights(Path(path), every_rank(), get_weight_backend().empty_on("cpu"))
+
+
+def test_weights_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    folder = checkpoint_of(tmp_path / "step_000003")
+    run_distributed(check, str(folder), world_size=2)
+    config = folder / "model/config.json"
+    config.write_text(config.read_text().replace("silu", "gelu"))
+    for error in run_distributed(check, str(folder), world_size=2, expect_error=True):
+        assert error.type == "CheckpointError" and "model/config.json is damaged" in str(error.message)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["nothere"], "eval: there is no nothere: expected a Hugging Face folder, a checkpoint"),
         ([], "eval needs a Hugging Face folder, a checkpoint of training, or a run"),
         (["--weights", "/nowhere/at/all"], "cannot evaluate /nowhere/at/all: no checkpoint"),
     ],
