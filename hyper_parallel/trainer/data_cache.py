@@ -26,7 +26,9 @@ _VERSION = 1
 """Of the files' format and of what reading does; another one makes them anew."""
 
 
-def open_tokens(path: Path | None, options: TextOptions, cache: Path | None = None) -> Tokens:
+def open_tokens(
+    path: Path | None, options: TextOptions, cache: Path | None = None, left_out: Sequence[Path] = ()
+) -> Tokens:
     """The token ids of a data set.
 
     With ``cache`` they are kept there, in files named after a fingerprint of the text's files (names, sizes, times),
@@ -35,14 +37,15 @@ def open_tokens(path: Path | None, options: TextOptions, cache: Path | None = No
     Args:
         path: what :func:`~hyper_parallel.trainer.text.find_files` takes.
         options: how to read it.
-        cache: a folder, made when missing; None: in memory.
+        cache: a folder, made when missing, and no part of the data set; None: in memory.
+        left_out: folders that are no part of the data set either.
 
     Raises:
         FileNotFoundError: there is no such path, or nothing in it.
         DataError: the text or the tokenizer cannot be used.
         OSError: a file cannot be read or written.
     """
-    files, tokenizer = find_files(path), load_tokenizer(options)
+    files, tokenizer = find_files(path, [*left_out, *([] if cache is None else [cache])]), load_tokenizer(options)
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     if cache is None:
         found = read_all(_pieces(files, options, tokenizer), dtype)

@@ -20,7 +20,8 @@ from hyper_parallel.trainer.export_files import export_folder
 
 __all__ = ["ExportOptions", "export", "run"]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER = "tokenizer.json"
+_BESIDE_IT = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def export(options: ExportOptions) -> list[str]:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         written = export_folder(checkpoint / MODEL_FOLDER, draft, options.max_shard_bytes)
-        for file in _tokenizer(state.options):
-            shutil.copyfile(file, draft / file.name)
-            written.append(file.name)
+        for name, file in _tokenizer(state.options).items():
+            shutil.copyfile(file, draft / name)
+            written.append(name)
         draft.replace(target)
     except OSError as error:
         raise CheckpointError(f"cannot write {error.filename or draft}: {error.strerror}") from None
@@ -87,11 +88,14 @@ def export(options: ExportOptions) -> list[str]:
     return written
 
 
-def _tokenizer(options: object) -> list[Path]:
-    """The files of the tokenizer that the run has named; none for bytes, or where they are gone."""
+def _tokenizer(options: object) -> dict[str, Path]:
+    """The file of the tokenizer that the run has named, and those beside it, under the names that Hugging Face's
+    libraries look for; none for bytes, or where it is gone.
+    """
     text = options.get("text") if isinstance(options, dict) else None
     named = text.get("tokenizer") if isinstance(text, dict) else None
     if not isinstance(named, str):
-        return []
-    folder = Path(named) if Path(named).is_dir() else Path(named).parent
-    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        return {}
+    file = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
+    found = {_TOKENIZER: file, **{name: file.with_name(name) for name in _BESIDE_IT}}
+    return {name: path for name, path in found.items() if file.is_file() and path.is_file()}

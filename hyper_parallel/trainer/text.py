@@ -62,22 +62,24 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
-def find_files(path: Path | None) -> list[Path]:
+def find_files(path: Path | None, left_out: Sequence[Path] = ()) -> list[Path]:
     """The files of a data set, in an order that is the same everywhere.
 
     Args:
         path: a file; or a folder, whose text files are taken at any depth (hidden ones and those with a zero
             byte near the beginning are left out); or None for the source of Python's standard library.
+        left_out: folders that do not belong to it, though they may lie in it.
 
     Raises:
         FileNotFoundError: there is no such path, or nothing in it.
     """
+    elsewhere = frozenset(os.path.realpath(folder) for folder in left_out)
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         found = [f for f in _walk(root, _NOT_THE_LIBRARY) if f.suffix == ".py"]
     elif path.is_dir():
         root = path
-        found = [f for f in _walk(root, frozenset({"__pycache__"})) if not _is_binary(f)]
+        found = [f for f in _walk(root, frozenset({"__pycache__"}), elsewhere) if not _is_binary(f)]
     elif path.is_file():
         return [path]
     else:
@@ -87,9 +89,14 @@ def find_files(path: Path | None) -> list[Path]:
     return sorted(found, key=lambda f: f.relative_to(root).as_posix())
 
 
-def _walk(root: Path, left_out: frozenset[str]) -> Iterator[Path]:
+def _walk(root: Path, names_left_out: frozenset[str], elsewhere: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if s not in left_out and not s.startswith(".")]
+        place = os.path.realpath(folder)
+        subfolders[:] = [
+            s
+            for s in subfolders
+            if s not in names_left_out and not s.startswith(".") and os.path.join(place, s) not in elsewhere
+        ]
         for name in names:
             file = Path(folder, name)
             if not name.startswith(".") and file.is_file():

@@ -11,6 +11,7 @@ import pytest
 
 from hyper_parallel.cli import main
 from hyper_parallel.trainer.command_line import parse_train_options
+from hyper_parallel.trainer.export_command import _tokenizer
 from tests.harness import run_distributed
 from tests.trainer.checkpoint_jobs import EVERY_2, arguments_of, train, write_text
 
@@ -70,6 +71,20 @@ def test_one_checkpoint_can_be_named(root: Path, tmp_path: Path) -> None:
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("2", "4")]
     assert files[0] != files[1]
     assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_tokenizer_is_the_file_that_the_run_was_given(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "other.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(name)
+
+    def found(path: Path | None) -> dict[str, str]:
+        options = {"text": {"tokenizer": None if path is None else str(path)}}
+        return {name: file.read_text() for name, file in _tokenizer(options).items()}
+
+    beside = {"tokenizer_config.json": "tokenizer_config.json"}
+    assert found(tmp_path / "other.json") == {"tokenizer.json": "other.json", **beside}
+    assert found(tmp_path) == {"tokenizer.json": "tokenizer.json", **beside}
+    assert found(tmp_path / "gone.json") == found(None) == {}
 
 
 def test_what_cannot_be_exported_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

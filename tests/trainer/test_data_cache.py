@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 
 from hyper_parallel.trainer import data_files
 from hyper_parallel.trainer.data_cache import open_tokens
+from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.data_tokens import DataError
+from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
 from hyper_parallel.trainer.text import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,6 +124,24 @@ def test_ids_are_kept_mapped_and_made_anew_when_something_changes(tmp_path: Path
     assert open_tokens(path, TextOptions(), cache).checksum == first.checksum and len(files()) == 6
     path.write_text("hallo")
     assert open_tokens(path, TextOptions(), cache).ids.tolist() == [BOS, *b"hallo", EOS]
+
+
+def test_what_the_job_writes_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 20)
+    training = TrainingOptions(batch_size=1, sequence_length=8)
+    options = TrainOptions(data=Path("."), output=Path("runs/a"), training=training)
+    cached = replace(options, text=TextOptions(cache=Path("runs/cache")))
+    alone = replace(cached, output=Path("runs/a/single_process"))
+    before = open_text(options).fingerprint
+    for name in ("runs/a/metrics.jsonl", "runs/a/logs/rank1.log", "runs/a/single_process/metrics.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "more"}\n')
+    assert {open_text(o).fingerprint for o in (options, cached, alone)} == {before}
+    (tmp_path / "runs/b.txt").write_text("more text")
+    assert open_text(options).fingerprint != before
+    with pytest.raises(DataError, match="runs/a is the output folder"):
+        open_text(replace(options, data=Path("runs/a")))
 
 
 @pytest.mark.parametrize("damage", ["ids", "starts", "json", "nonsense"])
