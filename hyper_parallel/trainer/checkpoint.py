@@ -36,6 +36,8 @@ class Checkpointer:
         self._settings = options.checkpoint
         self._folder = _real(options.output / self._settings.folder)
         self._written = -1
+        self.continues = False
+        """Whether :meth:`resume` went on with the run that is in the output folder, whose metrics are then kept."""
 
     def resume(self) -> int:
         """Go on from a checkpoint, as the options say; returns the number of steps that were taken before.
@@ -60,7 +62,8 @@ class Checkpointer:
             print(f"going on after step {state.step} from {path}", flush=True)
             for change in changes:
                 print(f"  changed since then: {change}", flush=True)
-        self._written = state.step if path.parent == self._folder else -1
+        self.continues = path.parent == self._folder
+        self._written = state.step if self.continues else -1
         return state.step
 
     def after_step(self, step: int, stopping: bool, log: MetricsLog) -> None:

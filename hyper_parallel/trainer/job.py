@@ -65,6 +65,10 @@ def run_worker(
         parts = TrainedParts(trainer.built.model, trainer.learner, trainer.tools, options.device)
         checkpoints = Checkpointer(options, parts, text)
         start = checkpoints.resume()
+        if start >= options.steps and not checkpoints.continues:
+            raise ValueError(
+                f"nothing to train: the checkpoint is of step {start} of {options.steps}; raise steps to go on from it"
+            )
         log = MetricsLog(
             options.output / METRICS_FILE,
             options.steps,
@@ -73,6 +77,7 @@ def run_worker(
             trainer.tools,
             label=f"dp={shape[0]} tp={shape[1]}",
             start=start,
+            keep=start if checkpoints.continues else 0,
             tensorboard=options.output / TENSORBOARD_FOLDER if options.metrics.enable_tensorboard else None,
         )
         try:

@@ -49,13 +49,15 @@ class MetricsLog:
     Every rank records every step: closing an interval is collective (the largest peak memory is found).
 
     Args:
-        path: the JSON lines file; replaced, except for the steps before ``start``.
+        path: the JSON lines file; replaced, except for the first ``keep`` steps.
         total: steps of the run.
         interval: steps between two lines.
         mesh: the job's.
         tools: the backend's.
         label: what the progress bar says.
-        start: steps that an earlier part of this run has taken.
+        start: steps that were taken before.
+        keep: how many of them the files may have from an earlier part of this run; None: all. 0 where the run goes on
+            from a checkpoint in another folder: what is in the files then is of a run of its own.
         tensorboard: a folder for TensorBoard's events; None: none are written.
     """
 
@@ -68,6 +70,7 @@ class MetricsLog:
         tools: TrainingTools,
         label: str,
         start: int = 0,
+        keep: int | None = None,
         tensorboard: Path | None = None,
     ) -> None:
         self._interval, self._mesh, self._tools = interval, mesh, tools
@@ -75,7 +78,8 @@ class MetricsLog:
         self._began = self._since = time.perf_counter()
         self._tokens = 0
         self.peak_memory = 0
-        kept = _rows_until(path, start)
+        keep = start if keep is None else keep
+        kept = _rows_until(path, keep)
         steps = [row for row in kept if "loss" in row]  # others are of validations
         self.first: dict[str, Any] = steps[0] if steps else {}
         self.last: dict[str, Any] = steps[-1] if steps else {}
@@ -90,7 +94,7 @@ class MetricsLog:
             draft.replace(path)  # at once: a job that is killed here has not lost its history
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             if tensorboard is not None:
-                self._events = TensorBoardLog(tensorboard, start)
+                self._events = TensorBoardLog(tensorboard, keep)
             # disable=None: no bar where nobody would see it move
             self._bar = tqdm(total=total, initial=start, desc=label, unit="step", disable=None, dynamic_ncols=True)
 

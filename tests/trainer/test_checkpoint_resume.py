@@ -65,6 +65,15 @@ def test_what_a_checkpoint_is_made_of(root: Path, whole: dict[int, float]) -> No
 def test_the_same_ranks_go_on_bit_by_bit(root: Path, whole: dict[int, float]) -> None:
     losses = train(root, "same", "--checkpoint.resume", str(root / "whole/checkpoints/step_000004"))
     assert losses == {step: whole[step] for step in (5, 6)}
+    # what an older run has left in the output folder is not taken for the beginning of this one
+    metrics = root / "same/metrics.jsonl"
+    metrics.write_text('{"step": 3, "loss": 0.5}\n' + metrics.read_text())
+    again = train(root, "same", "--checkpoint.resume", str(root / "whole/checkpoints/step_000004"))
+    assert again == losses and json.loads((root / "same/summary.json").read_text())["first_loss"] == losses[5]
+    before = metrics.read_bytes()
+    for error in failures(root, "same", "--checkpoint.resume", str(root / "whole")):
+        assert "nothing to train: the checkpoint is of step 6 of 6" in error.message
+    assert metrics.read_bytes() == before
 
 
 def test_data_parallel_ranks_go_on_bit_by_bit(root: Path, whole: dict[int, float]) -> None:
