@@ -16,8 +16,8 @@ __all__ = ["STATE_FILE", "TrainState", "describe_options", "option_changes"]
 
 STATE_FILE = "state.json"
 
-_FREE = ("output", "nproc", "backend", "device", "compare", "checkpoint", "parallelism", "plan")
-"""Options that may change from one part of a run to the next without a word."""
+_FREE = ("output", "checkpoint")
+"""Options that may change from one part of a run to the next without a word: where it writes, and how often."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def describe_options(options: TrainOptions) -> dict[str, Any]:
 
 
 def option_changes(before: Mapping[str, Any], options: TrainOptions) -> list[str]:
-    """Options that differ from those of a checkpoint, in words; those that only say where a job runs left out.
+    """Options that differ from those of a checkpoint, in words; those that say where it writes left out.
 
     Raises:
         CheckpointError: the model is another one.

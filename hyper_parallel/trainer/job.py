@@ -47,6 +47,7 @@ def run_worker(
     Raises:
         ValueError: options, text and number of processes do not fit together, or ranks disagree on them.
         FileNotFoundError: there is no text.
+        CheckpointError: a checkpoint to go on from is damaged, or of a job with other options.
     """
     platform = get_platform(options.backend)
     degrees = options.parallelism
@@ -109,13 +110,20 @@ def run_worker(
 
 
 def _completed(mesh: DeviceMesh, options: TrainOptions) -> RunSummary | None:
-    """The summary of a job that has nothing left to do, when all ranks see that."""
+    """The summary of a job that has nothing left to do, when all ranks see that; an error on any is one on all."""
     platform = get_platform()
-    found = completed_run(options)
-    seen = platform.from_numpy(np.array([found is not None], np.int64))
+    found, error = None, None
+    try:
+        found = completed_run(options)
+    except (OSError, ValueError) as e:
+        error = e
+    seen = platform.from_numpy(np.array([found is not None, error is not None], np.int64))
     for dim in range(mesh.ndim):
         seen = platform.all_gather(seen, mesh.get_group(dim))
-    if not platform.to_numpy(seen).all():
+    complete, failed = platform.to_numpy(seen).reshape(-1, 2).T
+    if failed.any():
+        raise error or ValueError("a complete run was found, and another rank has options that do not fit it")
+    if not complete.all():
         return None
     if platform.rank() == 0:
         print(describe_completed(options), flush=True)

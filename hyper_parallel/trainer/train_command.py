@@ -32,13 +32,20 @@ def _run(arguments: Sequence[str]) -> int:
     options = parse_train_options(arguments)
     if is_worker(os.environ):
         return run_guarded(lambda: train_as_rank(options, _report))
-    if completed_run(options) is not None:
+    if _is_complete(options):
         print(describe_completed(options), flush=True)
         return 0
     check(options)
     launch("train", options, arguments)
     _report(options, RunSummary.read(options.output))
     return 0
+
+
+def _is_complete(options: TrainOptions) -> bool:
+    try:
+        return completed_run(options) is not None
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
 
 
 def _report(options: TrainOptions, summary: RunSummary) -> None:

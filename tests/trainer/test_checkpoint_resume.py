@@ -177,7 +177,22 @@ def test_a_complete_run_is_left_as_it_is(
     assert main(["train", *arguments_of(root, "whole", *EVERY_2), "--nproc", "2"]) == 0
     said = capfd.readouterr().out
     assert said.startswith(f"the job in {root / 'whole'} is complete: step 6 of 6; nothing was done\nto go on, raise ")
-    assert contents() == before
+    again = ["train", *arguments_of(root, "whole", *EVERY_2), "--nproc", "2"]
+    assert main([*again, "--optimizer.lr", "1", "--plan", "last_layer"]) == 0
+    said = capfd.readouterr().out
+    assert "without effect: optimizer.lr 0.01 -> 1.0" in said and "effect: plan 'auto' -> 'last_layer'" in said
+    other = write_text(root / "other text")
+    (other / "more.py").write_text("more")
+    for options, message in (
+        (["--seed", "1"], "the position in the text was taken with seed 0; here it is 1"),
+        (["--data", str(other)], "the position in the text was taken with text "),
+        (["--model.hidden-size", "64"], "the checkpoint holds another model: model.hidden_size 32 -> 64"),
+    ):
+        assert main([*again, *options]) == 2
+        assert f"hyper-parallel train: {message}" in capfd.readouterr().err
+    for error in failures(root, "whole", *EVERY_2, "--seed", "1"):
+        assert "was taken with seed 0; here it is 1" in error.message
+    assert {path: kept for path, kept in contents().items() if path in before} == before
 
 
 def test_the_last_k_are_kept(root: Path) -> None:
