@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import hyper_parallel
+from hyper_parallel.errors import how_to_install
 
 __all__ = ["main"]
 
@@ -62,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("hyper_parallel"):
             raise
         print(
-            f"hyper-parallel {name} needs the package {error.name!r}; "
-            "install it with: pip install 'hyper_parallel[train]'",
+            f"hyper-parallel {name} needs the package {error.name!r}; install it with: {how_to_install('train')}",
             file=sys.stderr,
         )
         return 1

@@ -13,6 +13,11 @@ __all__ = [
 ]
 
 
+def how_to_install(extra: str) -> str:
+    """The remedy for a package that is not installed, for messages: right for a checkout, too."""
+    return f"pip install 'hyper_parallel[{extra}]' (in a checkout: pip install -c constraints.txt '.[{extra}]')"
+
+
 class HyperParallelError(Exception):
     """Base class, for callers who want to catch whatever this library raises."""
 

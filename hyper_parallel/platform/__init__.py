@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Literal
 
-from hyper_parallel.errors import PlatformError
+from hyper_parallel.errors import PlatformError, how_to_install
 from hyper_parallel.platform.platform import Group, Platform
 
 __all__ = ["Group", "Platform", "default_backend", "get_platform"]
@@ -49,7 +49,7 @@ def get_platform(name: str | None = None) -> Platform:
     if importlib.util.find_spec(chosen) is None:
         raise PlatformError(
             f"the {chosen!r} backend was asked for ({reason}) but {chosen} is not installed; "
-            f"install it with: pip install 'hyper_parallel[{chosen}]'"
+            f"install it with: {how_to_install(chosen)}"
         )
     module = importlib.import_module(f"hyper_parallel.platform.{chosen}.platform")
     platform: Platform = module.create_platform()
@@ -80,7 +80,7 @@ def _choose(name: str | None) -> tuple[str, str]:
     installed = [b for b in _BACKENDS if importlib.util.find_spec(b) is not None]
     if not installed:
         raise PlatformError(
-            "neither PyTorch nor MindSpore is installed; install one with: "
-            "pip install 'hyper_parallel[torch]' or pip install 'hyper_parallel[mindspore]'"
+            f"neither PyTorch nor MindSpore is installed; install PyTorch with: {how_to_install('torch')}; "
+            "MindSpore with 'mindspore' in the place of 'torch'"
         )
     return installed[0], "installed"

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from hyper_parallel.errors import how_to_install
 from hyper_parallel.trainer.loss_picture import draw_losses
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER, RunSummary
 
 __all__ = ["describe_run", "draw_picture", "missing_packages", "where_written"]
 
-_INSTALL = "install it with: pip install 'hyper_parallel[watch]'"
+_INSTALL = f"install it with: {how_to_install('watch')}"
 
 
 def missing_packages(options: TrainOptions) -> str | None:
     """What has to be installed for these options, in words; None: nothing."""
     if find_spec(options.backend) is None:
-        return f"{options.backend} is not installed; install it with: pip install 'hyper_parallel[{options.backend}]'"
+        return f"{options.backend} is not installed; install it with: {how_to_install(options.backend)}"
     if options.metrics.enable_tensorboard and find_spec("tensorboard") is None:
         return f"metrics.enable_tensorboard needs the package 'tensorboard'; {_INSTALL}"
     return None

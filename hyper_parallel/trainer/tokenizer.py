@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hyper_parallel.errors import how_to_install
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.data_tokens import DataError
 from hyper_parallel.trainer.text import ByteTokenizer
@@ -69,7 +70,7 @@ class JsonTokenizer:
             from tokenizers import Tokenizer as Backend
         except ModuleNotFoundError:
             raise DataError(
-                f"{path} needs the package 'tokenizers'; install it with: pip install 'hyper_parallel[text]'"
+                f"{path} needs the package 'tokenizers'; install it with: {how_to_install('text')}"
             ) from None
         config = _read_config(path.with_name(_CONFIG))
         try:

@@ -105,8 +105,8 @@ def test_missing_packages_are_told_beforehand(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("hyper_parallel.trainer.report.find_spec", lambda name: name if name in installed else None)
     assert missing_packages(options) is None and missing_packages(TrainOptions()) is None
     installed.remove("torch")
-    expected = "torch is not installed; install it with: pip install 'hyper_parallel[torch]'"
-    assert missing_packages(TrainOptions()) == expected
+    expected = "torch is not installed; install it with: pip install 'hyper_parallel[torch]' (in a checkout: "
+    assert missing_packages(TrainOptions()) == f"{expected}pip install -c constraints.txt '.[torch]')"
     installed.symmetric_difference_update({"torch", "tensorboard"})
     assert missing_packages(TrainOptions()) is None
     assert "enable_tensorboard needs the package 'tensorboard'; install it with" in str(missing_packages(options))

@@ -51,8 +51,8 @@ def refusal(call: str, *, installed: tuple[str, ...] = BOTH, variable: str | Non
 
 def test_none() -> None:
     assert refusal("get_platform()", installed=()) == (
-        "neither PyTorch nor MindSpore is installed; install one with: "
-        "pip install 'hyper_parallel[torch]' or pip install 'hyper_parallel[mindspore]'"
+        "neither PyTorch nor MindSpore is installed; install PyTorch with: pip install 'hyper_parallel[torch]' "
+        "(in a checkout: pip install -c constraints.txt '.[torch]'); MindSpore with 'mindspore' in the place of 'torch'"
     )
 
 
@@ -64,7 +64,10 @@ def test_one(name: str) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_the_other_one(name: str) -> None:
     other = next(b for b in BOTH if b != name)
-    hint = f"but {other} is not installed; install it with: pip install 'hyper_parallel[{other}]'"
+    hint = (
+        f"but {other} is not installed; install it with: pip install 'hyper_parallel[{other}]' "
+        f"(in a checkout: pip install -c constraints.txt '.[{other}]')"
+    )
     asked = refusal(f"get_platform({other!r})", installed=(name,))
     assert asked == f"the {other!r} backend was asked for (by argument) {hint}"
     asked = refusal("get_platform()", installed=(name,), variable=other)
