@@ -79,6 +79,7 @@ REDUCTIONS = {
     "argsort": Case(lambda x: ops.argsort(x), "f5,3", ("S0",), ("S1",), gradients=False),
     "flip": Case(lambda x: mint.flip(x, (1,)), "f5,3", ("S0", "P"), ("S1",)),
     "triu": Case(lambda x: ops.triu(x), "f5,4", ("S0", "S1", "P")),
+    "tril": Case(lambda x: ops.tril(x, 1) + x.tril(), "f5,4", ("S0", "S1", "P")),
     "layer_norm": Case(lambda x: nn.LayerNorm((6,))(x), "f4,6", ("S0",), ("S1",)),
 }
 

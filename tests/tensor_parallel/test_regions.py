@@ -168,7 +168,7 @@ def collectives_of(name: str) -> list[tuple[dict[str, int], dict[str, int]]]:
 )
 def test_collectives(platform: str, name: str, forward: dict[str, int], backward: dict[str, int]) -> None:
     """Where a region relies on what other ranks hold, they make sure of it first (on CPU), told a size or not."""
-    if "gather_from" in name or "reduce_scatter" in name:
+    if "gather_from" in name or "reduce" in name:
         forward = forward | {"all_gather": forward.get("all_gather", 0) + 1}
     assert run_distributed(collectives_of, name, platform=platform, world_size=2) == [[(forward, backward)] * 2] * 2
     assert run_distributed(collectives_of, name, platform=platform, world_size=1) == [[({}, {})] * 2]
@@ -200,6 +200,7 @@ def misuse(case: str) -> None:
         "own": lambda: regions.gather_from_tp_region(x, mesh, 0, size=12),
         "none": lambda: regions.copy_to_tp_region(x, None),
         "type": lambda: regions.copy_to_tp_region(x, 7),
+        "term": lambda: regions.reduce_from_tp_region(this_adapter().tensor(values(2, 4 - this_rank())), mesh),
     }[case]()
 
 
@@ -213,6 +214,7 @@ def misuse(case: str) -> None:
         ("own", "ValueError", "sharded as 4 on rank 0, 4 on rank 1; expected (6, 6), the pieces of 12"),
         ("none", "TypeError", "mesh['tp']"),
         ("type", "TypeError", "found int"),
+        ("term", "ValueError", "different tensors: float64 (2, 4) on rank 0, float64 (2, 3) on rank 1"),
     ],
 )
 def test_misuse(case: str, kind: str, text: str, platform: str, world_size: int) -> None:

@@ -65,10 +65,10 @@ def test_embedding(platform: str, world_size: int, vocab: int, padding_idx: int 
             if world_size == 1:
                 assert collectives == ({}, {})
             elif sequence_parallel:
-                # whether all ranks hold the whole sequence is asked first, on CPU
+                # whether all ranks have such ids is asked first, on CPU
                 assert collectives == ({"reduce_scatter": 1, "all_gather": 1}, {"all_gather": 1})
             else:
-                assert collectives == ({"all_reduce": 1}, {})
+                assert collectives == ({"all_reduce": 1, "all_gather": 1}, {})
 
 
 def owners_of_ids(vocab: int) -> np.ndarray:
@@ -106,6 +106,43 @@ def bad_id(bad: int) -> None:
 def test_an_id_outside_the_table(platform: str, world_size: int, bad: int) -> None:
     for error in run_distributed(bad_id, bad, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "IndexError" and f"{bad}" in error.message and "5 rows" in error.message
+
+
+def ids_of_one_rank() -> dict[str, str]:
+    """What is raised where the last rank's ids are not those of the others."""
+    from hyper_parallel import VocabParallelEmbedding, parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+    from tests.tensor_parallel.test_uneven import said
+
+    adapter = this_adapter()
+    good, last = adapter.tensor(np.array([[1, 2]]), "int64"), this_rank() == 1
+    bad = {
+        "outside": adapter.tensor(np.array([[1, 70]]), "int64"),
+        "floats": adapter.tensor(np.array([[1.0, 2.0]]), "float32"),
+        "shape": adapter.tensor(np.array([[1, 2, 3]]), "int64"),
+    }
+    layers = {"layer": VocabParallelEmbedding(5, 2, group=adapter.mesh)}
+    for style in ("embedding_rowwise", "embedding_colwise"):
+        layers[style] = parallelize_module(adapter.module("Tiny"), adapter.mesh, {"embed": style}).embed
+    return said({
+        f"{where} {what}": lambda layer=layer, ids=ids: layer(ids if last else good)
+        for where, layer in layers.items() for what, ids in bad.items()
+    })  # fmt: skip
+
+
+@on_groups(2)
+def test_ids_that_are_wrong_on_one_rank_only(platform: str, world_size: int) -> None:
+    """The others would wait for it in the sum of the rows."""
+    one, other = run_distributed(ids_of_one_rank, platform=platform, world_size=world_size)
+    assert one == other
+    for call, error in one.items():
+        expected = {
+            "outside": "IndexError: rank 1: ",
+            "floats": "TypeError: rank 1: ",
+            "shape": "ValueError: ",
+        }[call.split()[1]]
+        assert error.startswith(expected), (call, error)
+    assert "int64 (1, 2) on rank 0, int64 (1, 3) on rank 1" in one["layer shape"]
 
 
 def narrow_ids(dtype: str) -> np.ndarray:

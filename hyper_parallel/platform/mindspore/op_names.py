@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mindspore import ops
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.ops import Primitive
 
@@ -40,8 +41,18 @@ refused."""
 LOCAL_OP_NAMES = frozenset({"typeof"})
 """Questions that the local tensor answers as it is."""
 
-_ATTRIBUTES = {"Stack": ("axis",), "Unstack": ("axis", "num"), "Sort": ("axis", "descending"), "TopK": ("sorted",)}
+_ATTRIBUTES = {
+    "Stack": ("axis",),
+    "Unstack": ("axis", "num"),
+    "Sort": ("axis", "descending"),
+    "TopK": ("sorted",),
+    "Tril": ("diagonal",),
+    "Triu": ("diagonal",),
+}
 """Attributes of older primitives that say where they act; :func:`unpack` puts them behind the arguments."""
+
+_MOVED = {"Tril": ops.Tril, "Triu": ops.Triu}
+"""Those of which a rank's part may need another attribute, and how such a primitive is made."""
 
 
 _SEED_AND_OFFSET_LAST = frozenset({"FuncDropoutExt", "DropoutExt"})
@@ -70,7 +81,13 @@ class PackedPrimitive(NamedCall):
     def __init__(self, primitive: Any, run: Callable[..., Any]) -> None:
         name = primitive.name
         extra = len(_ATTRIBUTES.get(name, ()))
-        super().__init__(name, lambda *args: run(primitive, name, args[: len(args) - extra]))
+
+        def function(*args: Any) -> Any:
+            inputs, attributes = args[: len(args) - extra], args[len(args) - extra :]
+            moved = name in _MOVED and attributes != self.attributes()
+            return run(_MOVED[name](*attributes) if moved else primitive, name, inputs)
+
+        super().__init__(name, function)
         self.primitive = primitive
 
     def attributes(self) -> tuple[Any, ...]:
