@@ -126,11 +126,20 @@ def _watch(workers: Sequence[_Worker], helpers: Sequence[_Worker]) -> None:
     while True:
         statuses = [w.status() for w in workers]
         if any(statuses) or any(h.status() for h in helpers):
-            deadline = time.monotonic() + _SETTLE_SECONDS
-            while time.monotonic() < deadline and any(w.status() is None for w in workers):
-                time.sleep(_POLL_SECONDS)
+            _settle(workers)
             raise _explain(workers if any(w.status() for w in workers) else helpers)
         if None not in statuses:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _settle(workers: Sequence[_Worker]) -> None:
+    """Wait until the cause of a failure has shown; ranks that stop in step, as they do after a signal, get longer."""
+    began = time.monotonic()
+    while any(w.status() is None for w in workers):
+        statuses = {w.status() for w in workers}
+        stopping = INTERRUPTED in statuses and statuses <= {None, 0, INTERRUPTED}
+        if time.monotonic() - began > (STOP_SECONDS if stopping else _SETTLE_SECONDS):
             return
         time.sleep(_POLL_SECONDS)
 
@@ -170,6 +179,8 @@ def _one_line(note: ErrorNote | None) -> str:
 
 def _how_it_ended(worker: _Worker) -> str:
     status = worker.process.returncode
+    if status == INTERRUPTED:
+        return "the job was stopped by a signal (SIGINT or SIGTERM) to one of its ranks"
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name
@@ -198,10 +209,13 @@ def _stop_gently(workers: Sequence[_Worker], seconds: float) -> None:
 
 
 def _failed_while_stopping(workers: Sequence[_Worker]) -> list[_Worker]:
-    """Those that could not do what was left to do. A rank that the signal ended at once takes others with it: none."""
-    if any(w.status() == -signal.SIGTERM for w in workers):
-        return []
-    return [w for w in workers if w.status() and ErrorNote.read(w.note) is not None]
+    """Those that could not do what was left to do. A rank that the signal ended at once takes others with it: then only
+    those that somebody has killed.
+    """
+    statuses = [w.status() for w in workers]
+    if -signal.SIGTERM in statuses:
+        return [w for w, status in zip(workers, statuses) if status == -signal.SIGKILL]
+    return [w for w, status in zip(workers, statuses) if status and (status < 0 or ErrorNote.read(w.note) is not None)]
 
 
 def _kill(workers: Sequence[_Worker]) -> None:

@@ -145,7 +145,7 @@ def launcher(folder: Path, body: str, nproc: int = 2) -> subprocess.Popen[str]:
             print(stop)
             raise SystemExit(128 + stop.signal_number)
     """)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -177,6 +177,32 @@ def test_a_second_signal_does_not_wait_for_a_worker_that_will_not_stop(tmp_path:
     process.communicate(timeout=20)
     assert process.returncode == 130 and time.monotonic() - began < 8
     assert not any(is_running(pid) for pid in workers)
+
+
+def test_a_rank_that_is_killed_while_the_job_stops_is_named(tmp_path: Path) -> None:
+    gone = f"{tmp_path}/gone"
+    body = (
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        f"{note_pid(tmp_path)}\n"
+        "signal.pause()\n"
+        f"if rank == 1: open({gone!r}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"while not os.path.exists({gone!r}): time.sleep(0.001)\n"
+        "raise ConnectionError('peer closed')"
+    )
+    process = launcher(tmp_path, body)
+    pids(tmp_path, 2)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "JobFailed: rank 1 failed: it was killed by SIGKILL" in errors.splitlines()[-1], errors
+
+
+def test_ranks_that_stop_because_one_was_told_to_are_waited_for(tmp_path: Path) -> None:
+    body = f'if rank == 1: return 130\ntime.sleep(1.0)\nopen(f"{tmp_path}/saved", "w").close()\nreturn 130'
+    error, _ = failure(body, tmp_path, nproc=2)
+    assert str(error).endswith("failed: the job was stopped by a signal (SIGINT or SIGTERM) to one of its ranks")
+    assert (tmp_path / "saved").exists()
 
 
 def test_workers_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
