@@ -9,7 +9,9 @@ from hyper_parallel.platform.training import absent_settings
 if TYPE_CHECKING:
     from hyper_parallel.trainer.options import TrainOptions
 
-__all__ = ["check_combination"]
+__all__ = ["check_combination", "check_model"]
+
+_DEVICES = {"torch": ("cpu", "cuda"), "mindspore": ("cpu", "npu")}
 
 
 def check_combination(options: TrainOptions) -> None:
@@ -29,8 +31,37 @@ def check_combination(options: TrainOptions) -> None:
         )
 
 
+def check_model(options: TrainOptions) -> None:
+    """Refuse what the Llama of ``options.model`` cannot be, shared as the options say. Not asked of a model of your own.
+
+    Raises:
+        ValueError: naming the options, with what was expected.
+    """
+    model, ranks = options.model, options.parallelism.tensor_parallel_degree
+    if options.training.sequence_length > model.max_position_embeddings:
+        raise ValueError(
+            f"sequence_length ({options.training.sequence_length}) must be at most model.max_position_embeddings "
+            f"({model.max_position_embeddings})"
+        )
+    if options.plan != "auto":
+        return
+    if model.num_attention_heads % ranks:
+        raise ValueError(
+            f"model.num_attention_heads ({model.num_attention_heads}) must be a multiple of tensor_parallel_degree "
+            f"({ranks}), or plan be 'last_layer'"
+        )
+    if model.num_key_value_heads % ranks and ranks % model.num_key_value_heads:
+        raise ValueError(
+            f"one of model.num_key_value_heads ({model.num_key_value_heads}) and tensor_parallel_degree ({ranks}) must "
+            "be a multiple of the other, or plan be 'last_layer'"
+        )
+
+
 def _check_backend(options: TrainOptions) -> None:
     training, parallelism = options.training, options.parallelism
+    devices = _DEVICES[options.backend]
+    if options.device not in devices:
+        raise ValueError(f"device {options.device!r}: not there on {options.backend}; use {' or '.join(devices)}")
     asked = {
         "data_parallel": (parallelism.data_parallel, "parallelism.data_parallel"),
         "compute_dtype": (training.mixed_precision_param, "training.mixed_precision_param"),

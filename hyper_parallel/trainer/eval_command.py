@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 from hyper_parallel.trainer.checkpoint_read import check_weights, open_whole_checkpoint
 from hyper_parallel.trainer.checkpoint_state import TrainState
 from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER
+from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_options
 from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.launch_environment import is_worker
 from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.output_folder import check_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.train_command import run_reporting
 from hyper_parallel.trainer.validation import Validation
@@ -62,7 +65,10 @@ def _run(arguments: Sequence[str]) -> int:
     if is_worker(os.environ):
         return run_guarded(lambda: _work(options, source))
     check_processes(options.parallelism, options.nproc)
+    check_devices(options.backend, options.device, options.nproc)
     try:
+        check_output(options.output)
+        check_model(source.options)
         open_text(source.options)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None

@@ -36,8 +36,8 @@ class EvalOptions:
     backend: Literal["torch", "mindspore"] = field(default_factory=default_backend)
     """The framework; by default the one that is installed, of both PyTorch."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the tensors live."""
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    """Where the tensors live: ``cpu``, with PyTorch ``cuda``, with MindSpore ``npu`` (Ascend)."""
 
     batch_size: int = 8
     """Windows of text at a time, over all data-parallel ranks."""

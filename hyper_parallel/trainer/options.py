@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -86,7 +87,8 @@ class OptimizerOptions:
     """Learning rate of the last step, as a part of ``lr``."""
 
     def __post_init__(self) -> None:
-        _at_least("lr", self.lr, 0)
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, found {self.lr}")
         _at_least("eps", self.eps, 0)
         _at_least("weight_decay", self.weight_decay, 0)
         _at_least("warmup_steps", self.warmup_steps, 0)
@@ -139,8 +141,8 @@ class TrainOptions:
     backend: Literal["torch", "mindspore"] = field(default_factory=default_backend)
     """The framework; by default the one that is installed, of both PyTorch."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the tensors live."""
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    """Where the tensors live: ``cpu``, with PyTorch ``cuda``, with MindSpore ``npu`` (Ascend)."""
 
     seed: int = 0
     """Initial weights and the order of the text depend on it."""
@@ -162,6 +164,8 @@ class TrainOptions:
         _at_least("steps", self.steps, 1)
         _at_least("nproc", self.nproc, 1)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed must be less than 2**63, found {self.seed}")
         settle_output(self)
         check_combination(self)
 

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
 from hyper_parallel.trainer.completed import completed_run, describe_completed
+from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.output_folder import check_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.report import describe_run, missing_packages
 from hyper_parallel.trainer.summary import RunSummary
@@ -80,12 +83,16 @@ def check(options: TrainOptions) -> None:
     """What can be known to be wrong before any worker starts; workers find the token ids ready afterwards.
 
     Raises:
-        UsageError: degrees and processes, the text, or the installed packages do not fit.
+        UsageError: degrees, processes and devices, the model, the text, the output folder, or the installed packages do
+            not fit.
     """
     check_processes(options.parallelism, options.nproc)
     if missing := missing_packages(options):
         raise UsageError(missing)
+    check_devices(options.backend, options.device, options.nproc)
     try:
+        check_output(options.output)
+        check_model(options)
         open_texts(options)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.core.device_mesh import init_device_mesh
+from hyper_parallel.models.llama.config import LlamaConfig
+from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.data import Batch
-from hyper_parallel.trainer.options import TrainingOptions, TrainOptions, ValidationOptions
+from hyper_parallel.trainer.options import OptimizerOptions, TrainingOptions, TrainOptions, ValidationOptions
 from hyper_parallel.trainer.same_batch import check_same_batch
 from tests.harness import RankError, run_distributed
 
@@ -50,6 +53,23 @@ def test_what_does_not_go_together(name: str) -> None:
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tp", "message"),
+    [
+        ({}, 3, "model.num_attention_heads (4) must be a multiple of tensor_parallel_degree (3), or plan be"),
+        ({"hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 2}, 3, "model.num_key_value_heads (2)"),
+        ({"max_position_embeddings": 127}, 1, "sequence_length (128) must be at most model.max_position_embeddings"),
+    ],
+)
+def test_a_model_that_does_not_fit(sizes: dict[str, int], tp: int, message: str) -> None:
+    options = TrainOptions(model=LlamaConfig(**sizes), parallelism=ParallelismConfig(tensor_parallel_degree=tp))  # type: ignore[arg-type]
+    with pytest.raises(ValueError) as raised:
+        check_model(options)
+    assert message in str(raised.value)
+    check_model(replace(options, plan="last_layer", training=TrainingOptions(sequence_length=64)))
+    check_model(TrainOptions(parallelism=ParallelismConfig(tensor_parallel_degree=4)))  # two ranks to a key/value head
+
+
 @pytest.mark.contract("V2")
 @pytest.mark.platform("mindspore")
 @pytest.mark.parametrize(
@@ -71,6 +91,13 @@ def test_mindspore_says_what_it_has_not(training: TrainingOptions, parallelism: 
         (lambda: ParallelismConfig(data_parallel="zero"), "data_parallel must be 'replicate', 'ddp' or 'fsdp'"),  # type: ignore[arg-type]
         (lambda: ValidationOptions(held_out=1.5), "held_out must lie between 0 and 1, found 1.5"),
         (lambda: ValidationOptions(freq=-1), "freq must be at least 0"),
+        (lambda: LlamaConfig(rms_norm_eps=-1e-5), "rms_norm_eps must be positive and finite, found -1e-05"),
+        (lambda: LlamaConfig(rope_theta=0.0), "rope_theta must be positive and finite, found 0.0"),
+        (lambda: OptimizerOptions(lr=math.inf), "lr must be positive and finite, found inf"),
+        (lambda: OptimizerOptions(lr=math.nan), "lr must be positive and finite, found nan"),
+        (lambda: TrainOptions(seed=1 << 63), "seed must be less than 2**63, found 9223372036854775808"),
+        (lambda: TrainOptions(backend="torch", device="npu"), "device 'npu': not there on torch; use cpu or cuda"),
+        (lambda: TrainOptions(backend="mindspore", device="cuda"), "not there on mindspore; use cpu or npu"),
         (lambda: TrainingOptions(loss_chunks=0), "loss_chunks must be at least 1"),
     ],
 )

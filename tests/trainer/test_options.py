@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel import cli
+from hyper_parallel.trainer import devices
 from hyper_parallel.trainer.command_line import UsageError, parse_options, parse_train_options
 from hyper_parallel.trainer.compare_command import CompareOptions
 from hyper_parallel.trainer.eval_options import EvalOptions
@@ -71,7 +72,7 @@ def test_hyphens_and_underscores_are_alike() -> None:
         (["--stepz", "1"], "--steps"),
         (["--steps", "many"], "--steps"),
         (["--steps", "0"], "steps must be at least 1, found 0"),
-        (["--optimizer.lr", "-1"], "lr must be at least 0, found -1"),
+        (["--optimizer.lr", "-1"], "lr must be positive and finite, found -1"),
         (["--optimizer.betas", "0.9", "1.0"], "betas must lie in"),
         (["--model.hidden-size", "101"], "must be a multiple of num_attention_heads"),
         (
@@ -134,6 +135,14 @@ def test_help_shows_every_field_with_its_docstring(
         (["trian"], 2, "unknown command 'trian'; did you mean 'train'?"),
         (["train", "--nproc", "3"], 2, "tensor_parallel_degree (2) = 2 must equal nproc (3)"),
         (["train", "--data", "/nowhere/at/all"], 2, "no data at /nowhere/at/all"),
+        (
+            ["train", "--model.num-attention-heads", "1", "--model.num-key-value-heads", "1"],
+            2,
+            "heads (1) must be a mult",
+        ),
+        (["train", "--output", "file/x"], 2, "train: cannot make the output folder file/x: Not a directory"),
+        (["compare", "--output", "file"], 2, "compare: cannot make the output folder file: File exists"),
+        (["train", "--device", "cuda"], 2, "device 'cuda': torch sees 1 here, and nproc (2) processes need one each"),
     ],
 )
 def test_wrong_usage_is_told_before_any_worker_starts(
@@ -142,9 +151,13 @@ def test_wrong_usage_is_told_before_any_worker_starts(
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "_count", lambda program: 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     assert cli.main(arguments) == status
     assert message in capsys.readouterr().err
 
