@@ -1,5 +1,5 @@
-"""One error on all ranks, in the middle of a step: what one of them found wrong with what it was given, all raise, before
-anybody waits for it in a collective.
+"""One error on all ranks, in the middle of a step: what one of them found wrong with what it was given, all raise,
+before anybody waits for it in a collective.
 """
 
 from __future__ import annotations

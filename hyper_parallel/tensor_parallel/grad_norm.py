@@ -12,6 +12,7 @@ from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.modules import Parameter, get_module_backend
 from hyper_parallel.platform.platform import Tensor
+from hyper_parallel.tensor_parallel.alike import raise_alike
 from hyper_parallel.tensor_parallel.cuts import owned_ranges
 from hyper_parallel.tensor_parallel.data_shards import data_piece, held_rows, local_part
 
@@ -48,10 +49,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: ``error_if_nonfinite``; on every rank.
-        ValueError: gradients that do not fit the parameters: by number, shape or name.
+        TypeError, ValueError: gradients that are no tensors or do not fit the parameters, by number, shape or name; or
+            other settings on other ranks. On CPU on all ranks that share parameters, on accelerators where it is found.
 
-    Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over; none
-    without such a group.
+    Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over, and on CPU
+    an all-gather of 16 bytes before it; none without such a group.
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), 1.0)                          # doctest: +SKIP
@@ -59,9 +61,8 @@ def clip_grad_norm_(
     """
     backend, platform = get_module_backend(), get_platform()
     listed = [parameters] if platform.is_tensor(parameters) else list(parameters)
-    if isinstance(gradients, Mapping):
-        gradients = _by_name(listed, gradients)
-    norm = total_norm(listed, norm_type, gradients=gradients)
+    order, limit, found = _agreed(listed, norm_type, gradients, max_norm, error_if_nonfinite)
+    norm = _norm(listed, order, found)
     if norm is None:
         return platform.from_numpy(np.zeros((), np.float32))
     if error_if_nonfinite and not math.isfinite(float(platform.to_numpy(norm))):
@@ -69,8 +70,7 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {float(platform.to_numpy(norm))}, so they cannot "
             "be clipped; pass error_if_nonfinite=False to scale them by it all the same"
         )
-    factor = backend.clip_factor(norm, float(max_norm))
-    found = gradients if gradients is not None else [backend.gradient(p) for p in listed]
+    factor = backend.clip_factor(norm, limit)
     distinct = {id(g): local_part(g) for g in found if g is not None}
     backend.scale_gradients(list(distinct.values()), factor)
     return norm
@@ -85,22 +85,68 @@ def total_norm(
     """The norm of the gradients of all ranks together, each element of the whole model once; None without
     parameters.
 
-    Collectives: one of a scalar for each group that shares parameters, and for each that FSDP2 shards over.
+    Collectives: as in :func:`clip_grad_norm_`.
 
     Raises:
+        TypeError: a gradient that is no tensor.
         ValueError: another number of gradients than of parameters, or of other shapes, an order that is not positive, a
             cut parameter without its group, or a distributed tensor of the framework that is not sharded as FSDP2 does.
     """
-    backend = get_module_backend()
-    order = float(norm_type)
-    if not order > 0:
-        raise ValueError(f"norm_type must be positive, found {norm_type}")
-    if gradients is not None and len(gradients) != len(parameters):
+    order, _, found = _agreed(parameters, norm_type, gradients)
+    return _norm(parameters, order, found)
+
+
+def _agreed(
+    parameters: Sequence[Parameter],
+    norm_type: float,
+    gradients: Sequence[Tensor | None] | Mapping[str, Tensor] | None,
+    max_norm: float = math.inf,
+    error_if_nonfinite: bool = False,
+) -> tuple[float, float, list[Tensor | None]]:
+    """The order, the largest norm, and a gradient or None for each parameter; or an error on all ranks."""
+    order, limit = math.nan, math.nan
+    found: list[Tensor | None] = []
+    error: Exception | None = None
+    try:
+        order, limit = float(norm_type), float(max_norm)
+        if not order > 0:
+            raise ValueError(f"norm_type must be positive, found {norm_type}")
+        found = _gradients_of(parameters, gradients)
+    except Exception as e:  # whatever it is, those who share parameters with this rank must hear of it
+        error = e
+    settings = f"max_norm={limit}, norm_type={order}, error_if_nonfinite={bool(error_if_nonfinite)}"
+    groups = _groups(parameters)
+    if groups:
+        raise_alike(error, settings, "the same everywhere", groups, local_part(parameters[0]), "clip_grad_norm_")
+    elif error is not None:
+        raise error
+    return order, limit, found
+
+
+def _gradients_of(
+    parameters: Sequence[Parameter], gradients: Sequence[Tensor | None] | Mapping[str, Tensor] | None
+) -> list[Tensor | None]:
+    if gradients is None:
+        return [get_module_backend().gradient(p) for p in parameters]
+    if isinstance(gradients, Mapping):
+        return _by_name(parameters, gradients)
+    if len(gradients) != len(parameters):
         raise ValueError(f"{len(gradients)} gradients for {len(parameters)} parameters")
+    _check_gradients(parameters, gradients)
+    return list(gradients)
+
+
+def _groups(parameters: Sequence[Parameter]) -> list[Group]:
+    """Of several ranks: those that share parameters, then those that FSDP2 shards over, as the parameters name them."""
+    shared = [getattr(parameter, "_shard_group", None) for parameter in parameters]
+    groups = {group.ranks: group for group in (*shared, *_by_data_group(parameters)) if group is not None}
+    return [group for group in groups.values() if group.size > 1]
+
+
+def _norm(parameters: Sequence[Parameter], order: float, found: Sequence[Tensor | None]) -> Tensor | None:
+    backend = get_module_backend()
     if not parameters:
         return None
-    _check_shapes(parameters, gradients or ())
-    found = gradients if gradients is not None else [backend.gradient(p) for p in parameters]
     like = local_part(next((g for g in found if g is not None), parameters[0]))
     parts: list[Tensor] = []
     for group, indices in _by_data_group(parameters).items():
@@ -128,15 +174,19 @@ def _by_name(parameters: Sequence[Parameter], gradients: Mapping[str, Tensor]) -
         names.append(name)
     if unknown := sorted(gradients.keys() - owners.keys()):
         raise ValueError(f"gradients of {unknown}, which are no names of the parameters; expected some of {[*owners]}")
-    return [gradients.get(name) for name in names]
+    found = [gradients.get(name) for name in names]
+    _check_gradients(parameters, found)
+    return found
 
 
-def _check_shapes(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
-    shape = get_platform().shape
+def _check_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
+    platform = get_platform()
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients)):
         if gradient is None:
             continue
-        found, expected = shape(local_part(gradient)), shape(local_part(parameter))
+        if not platform.is_tensor(gradient):
+            raise TypeError(f"gradient {index} is a {type(gradient).__name__}; expected a tensor or None")
+        found, expected = platform.shape(local_part(gradient)), platform.shape(local_part(parameter))
         if found != expected:
             raise ValueError(
                 f"gradient {index} has shape {found}, its parameter {expected}; expected the gradients in the order of "

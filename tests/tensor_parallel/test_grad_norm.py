@@ -10,7 +10,7 @@ import pytest
 from hyper_parallel.core.shard_spec import ShardSpec
 from hyper_parallel.tensor_parallel.cuts import cut_parts
 from tests.conformance.groups import on_groups
-from tests.harness import run_distributed, this_world_size
+from tests.harness import run_distributed, this_rank, this_world_size
 from tests.tensor_parallel.arrays import values
 from tests.tensor_parallel.parts import own_part
 
@@ -82,7 +82,7 @@ def test_norm_and_clipping(platform: str, world_size: int, order: float) -> None
                 parts = [whole[name]] if spec is None else [whole[name][i] for i in spec.slices(rank)]
                 expected = np.concatenate(parts, (spec and spec.dim) or 0) * factor
                 np.testing.assert_allclose(local, expected, rtol=1e-12)
-            assert collectives == (world_size > 1)
+            assert collectives == 2 * (world_size > 1)  # of them one to make sure of the arguments, on CPU
 
 
 @on_groups(2)
@@ -191,6 +191,52 @@ def misuse(case: str) -> None:
 def test_misuse(platform: str, world_size: int, case: str, text: str) -> None:
     for error in run_distributed(misuse, case, platform=platform, world_size=world_size, expect_error=True):
         assert error.type == "ValueError" and text in error.message
+
+
+def wrong_on_one_rank() -> dict[str, str]:
+    """What each call raises whose arguments the last rank alone has wrong, or otherwise."""
+    from hyper_parallel.tensor_parallel.grad_norm import clip_grad_norm_
+    from tests.tensor_parallel.adapters import this_adapter
+    from tests.tensor_parallel.test_uneven import said
+
+    adapter, last = this_adapter(), this_rank() == 1
+    parameters = [adapter.parameter(np.zeros(2)) for _ in range(2)]
+    for parameter in parameters:
+        parameter._shard_spec, parameter._shard_group = ShardSpec.chunk((4,), 0, 2), adapter.mesh.get_group()
+
+    def call(gradients: Any = None, max_norm: Any = 1.0, order: Any = 2.0, strict: Any = False) -> Any:
+        grads = [adapter.tensor(np.ones(2)) for _ in parameters]
+        given = gradients(grads) if last and gradients else grads
+        options = [value[last] if isinstance(value, tuple) else value for value in (max_norm, order, strict)]
+        return lambda: clip_grad_norm_(parameters, *options, gradients=given)
+
+    return said({
+        "short": call(lambda g: g[:1]),
+        "text": call(lambda g: [g[0], "a"]),
+        "shape": call(lambda g: [g[0], adapter.tensor(np.ones(3))]),
+        "limit": call(max_norm=(1.0, 2.0)),
+        "no limit": call(max_norm=(1.0, "x")),
+        "order": call(order=(2.0, float("inf"))),
+        "strict": call(strict=(False, True)),
+        "none": call(lambda g: [None, g[1]]),
+    })  # fmt: skip
+
+
+@on_groups(2)
+def test_arguments_of_one_rank_only(platform: str, world_size: int) -> None:
+    one, other = run_distributed(wrong_on_one_rank, platform=platform, world_size=world_size)
+    assert one == other
+    for call, text in {
+        "short": "ValueError: rank 1: 1 gradients for 2 parameters",
+        "text": "TypeError: rank 1: gradient 1 is a str; expected a tensor or None",
+        "shape": "ValueError: rank 1: gradient 1 has shape (3,), its parameter (2,)",
+        "limit": "max_norm=1.0, norm_type=2.0, error_if_nonfinite=False on rank 0, max_norm=2.0",
+        "no limit": "ValueError: rank 1: could not convert string to float: 'x'",
+        "order": "norm_type=inf",
+        "strict": "error_if_nonfinite=True on rank 1; expected the same everywhere",
+        "none": "nothing",
+    }.items():
+        assert text in one[call], call
 
 
 def without_gradients() -> None:
