@@ -84,6 +84,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Course]]:
     """For each model its files, and the course that PyTorch and transformers take alone."""
+    pytest.importorskip("torch", reason="PyTorch, which goes ahead, is not installed")
+    pytest.importorskip("transformers", reason="transformers, which goes ahead, is not installed")
     return {name: reference(tmp_path_factory.mktemp("model"), options) for name, options in MODELS.items()}
 
 
