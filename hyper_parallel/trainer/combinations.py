@@ -32,7 +32,7 @@ def check_combination(options: TrainOptions) -> None:
 
 
 def check_model(options: TrainOptions) -> None:
-    """Refuse what the Llama of ``options.model`` cannot be, shared as the options say. Not asked of a model of your own.
+    """Refuse what the Llama of ``options.model`` cannot be, shared as the options say. Not for models of your own.
 
     Raises:
         ValueError: naming the options, with what was expected.

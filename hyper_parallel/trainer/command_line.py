@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 import yaml
@@ -60,11 +60,12 @@ def read_options_file(
     """Options from a YAML file whose nested mappings are the sections; what it does not name, as in ``defaults``.
 
     Raises:
-        UsageError: the file cannot be read, or names an option that does not exist; near matches are given.
+        UsageError: the file cannot be read, names an option twice, one that does not exist (near matches are given), or
+            gives null to one that needs a value.
         SystemExit: 2 for a value that does not fit.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # safe, as its base class is
     except IsADirectoryError:
         raise UsageError(
             f"{path} is a folder; expected a YAML file of options. A checkpoint, or the folder of a run, goes to "
@@ -75,25 +76,47 @@ def read_options_file(
     content = {} if content is None else content
     if not isinstance(content, Mapping):
         raise UsageError(f"{path} holds a {type(content).__name__}; expected a mapping of options")
-    known = list(_option_names(kind()))
+    known = dict(_option_names(kind()))
     arguments: list[str] = []
+    named: set[str] = set()
     for name, value in _flatten(content):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"options are {', '.join(known)}"
             raise UsageError(f"{path}: unknown option {name!r}; {hint}")
+        if name in named:
+            raise UsageError(f"{path}: {name!r} is there twice")
+        if value is None and not known[name]:
+            raise UsageError(f"{path}: {name} is null; expected a value, or leave it out")
+        named.add(name)
         arguments += _as_arguments(name, value)
     default = with_open_output(kind() if defaults is None else defaults)
     return tyro.cli(kind, args=arguments, default=default, prog=str(path), add_help=False)
 
 
-def _option_names(options: Any, prefix: str = "") -> Iterator[str]:
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.YAMLError(f"{key.value!r} is there twice, in line {key.start_mark.line + 1}")
+                seen.add(key.value)
+        content: dict[Any, Any] = super().construct_mapping(node, deep)
+        return content
+
+
+def _option_names(options: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Each option, and whether it may be None."""
+    hints = get_type_hints(type(options))
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
             yield from _option_names(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name
+            yield prefix + field.name, type(None) in get_args(hints[field.name])
 
 
 def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from hyper_parallel.trainer.summary import (
     SUMMARY_FILE,
     RunSummary,
     compare_runs,
+    encode_json,
 )
 from hyper_parallel.trainer.train_command import check, launch, run_reporting, train_as_rank
 from hyper_parallel.trainer.worker import run_guarded
@@ -86,7 +86,7 @@ def _train_alone(options: CompareOptions, arguments: Sequence[str]) -> int:
     metrics = {"one process": folder / METRICS_FILE, summary.arrangement: options.output / METRICS_FILE}
     comparison = compare_runs(*metrics.values())
     path = options.output / COMPARISON_FILE
-    path.write_text(json.dumps(asdict(comparison), indent=2) + "\n", encoding="utf-8")
+    path.write_text(encode_json(asdict(comparison), indent=2) + "\n", encoding="utf-8")
     note = draw_picture(options, metrics)
     print("\n".join([f"\n{comparison.describe()}", *note, where_written(options, path, folder)]), flush=True)
     if options.tolerance is not None and not comparison.max_difference <= options.tolerance:

@@ -23,7 +23,8 @@ def open_text(options: TrainOptions, path: Path | None = None) -> PackedText:
     """The text of a job, or another one (``path``) that is read the same way.
 
     The process that starts the workers calls this before they do: they find the token ids ready, and it has told what
-    is wrong with the text, if anything. The output folder and that of the token ids are no part of it, wherever they lie.
+    is wrong with the text, if anything. The output folder and that of the token ids are no part of it, wherever they
+    lie.
 
     Raises:
         FileNotFoundError: there is no text.

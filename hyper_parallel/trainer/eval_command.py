@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -29,6 +28,7 @@ from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.output_folder import check_output
 from hyper_parallel.trainer.processes import check_processes
+from hyper_parallel.trainer.summary import encode_json
 from hyper_parallel.trainer.train_command import run_reporting
 from hyper_parallel.trainer.validation import Validation
 from hyper_parallel.trainer.worker import run_guarded
@@ -145,7 +145,7 @@ def _work(options: EvalOptions, source: _Source) -> int:
             "weights": str(options.weights),
         }
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / EVAL_FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        (options.output / EVAL_FILE).write_text(encode_json(row, indent=2) + "\n", encoding="utf-8")
         print(
             f"{source.folder}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "
             f"{row['bits_per_token']:.3f} bits a token, {found.tokens:,} tokens\n"

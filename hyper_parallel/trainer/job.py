@@ -91,6 +91,7 @@ def run_worker(
             )
     summary = RunSummary(
         steps=result.steps,
+        start=start,
         interrupted=result.interrupted,
         first_loss=log.first["loss"],
         last_loss=log.last["loss"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import TrainingTools
+from hyper_parallel.trainer.summary import encode_json
 from hyper_parallel.trainer.tensorboard_log import TensorBoardLog
 from hyper_parallel.trainer.validation import Validation
 
@@ -90,7 +92,7 @@ class MetricsLog:
         if get_platform().rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f".{path.name}.part")
-            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            draft.write_text("".join(encode_json(row) + "\n" for row in kept), encoding="utf-8")
             draft.replace(path)  # at once: a job that is killed here has not lost its history
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             if tensorboard is not None:
@@ -175,7 +177,7 @@ class MetricsLog:
         if self._file is None:
             return
         for row in rows:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(encode_json(row) + "\n")
             if self._events is not None:
                 self._events.write(row)
         self._file.flush()
@@ -212,5 +214,5 @@ def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
         except ValueError:
             break
         if row["step"] <= step:
-            rows.append(row)
+            rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "COMPARISON_FILE",
@@ -17,6 +19,7 @@ __all__ = [
     "Comparison",
     "RunSummary",
     "compare_runs",
+    "encode_json",
     "read_column",
     "read_losses",
 ]
@@ -27,6 +30,17 @@ COMPARISON_FILE = "comparison.json"
 PICTURE_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 SINGLE_PROCESS_FOLDER = "single_process"
+
+
+def encode_json(content: Mapping[str, Any], indent: int | None = None) -> str:
+    """Names and plain values as JSON, which has no number that is not finite: null stands for those.
+
+    Example:
+        >>> encode_json({"step": 3, "loss": float("nan")})
+        '{"step": 3, "loss": null}'
+    """
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,9 @@ class RunSummary:
     validation_loss: float | None = None
     """The last one; None without validation."""
 
+    start: int = 0
+    """Steps that were taken before this part of the run, which time and speed are of."""
+
     found_complete: bool = False
     """Whether the job had nothing left to do, and this is what it had written before."""
 
@@ -63,7 +80,9 @@ class RunSummary:
 
     def describe(self) -> str:
         """One or two lines."""
-        ended = f"stopped after {self.steps} steps" if self.interrupted else f"{self.steps} steps"
+        taken = f"{self.steps - self.start} steps"
+        did = f"steps {self.start} -> {self.steps}, {taken}" if self.start else taken
+        ended = f"stopped after {did}" if self.interrupted else did
         return (
             f"{self.arrangement} on {self.backend} {self.version}, {self.parameters:,} parameters: "
             f"{ended} in {self.seconds:.1f} s, "
@@ -76,20 +95,20 @@ class RunSummary:
         """Into the folder of a run."""
         facts = asdict(self)
         del facts["found_complete"]  # of the call, not of the run
-        content = json.dumps(facts, indent=2) + "\n"
-        (folder / SUMMARY_FILE).write_text(content, encoding="utf-8")
+        (folder / SUMMARY_FILE).write_text(encode_json(facts, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> RunSummary:
         """From the folder of a run."""
-        return cls(**json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")))
+        facts = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return cls(**{k: math.nan if v is None and k in ("first_loss", "last_loss") else v for k, v in facts.items()})
 
 
 def read_column(path: Path, name: str) -> dict[int, float]:
-    """Step -> value of one field, from a JSON lines file of metrics; rows without it are left out."""
+    """Step -> value of one field, from a JSON lines file of metrics; rows without it are left out, null is nan."""
     with open(path, encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
-    return {row["step"]: row[name] for row in rows if name in row}
+    return {row["step"]: math.nan if row[name] is None else row[name] for row in rows if name in row}
 
 
 def read_losses(path: Path) -> dict[int, float]:

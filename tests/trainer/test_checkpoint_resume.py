@@ -15,7 +15,7 @@ from hyper_parallel.tensor_parallel.checkpoint_files import open_checkpoint
 from hyper_parallel.tensor_parallel.checkpoint_reader import get_slice
 from hyper_parallel.trainer.command_line import parse_train_options
 from hyper_parallel.trainer.job import run_worker
-from hyper_parallel.trainer.summary import read_losses
+from hyper_parallel.trainer.summary import RunSummary, read_losses
 from tests.harness import run_distributed
 from tests.trainer.checkpoint_jobs import (
     EVERY_2,
@@ -69,7 +69,8 @@ def test_the_same_ranks_go_on_bit_by_bit(root: Path, whole: dict[int, float]) ->
     metrics = root / "same/metrics.jsonl"
     metrics.write_text('{"step": 3, "loss": 0.5}\n' + metrics.read_text())
     again = train(root, "same", "--checkpoint.resume", str(root / "whole/checkpoints/step_000004"))
-    assert again == losses and json.loads((root / "same/summary.json").read_text())["first_loss"] == losses[5]
+    summary = RunSummary.read(root / "same")
+    assert again == losses and (summary.first_loss, summary.start, summary.steps) == (losses[5], 4, 6)
     before = metrics.read_bytes()
     for error in failures(root, "same", "--checkpoint.resume", str(root / "whole")):
         assert "nothing to train: the checkpoint is of step 6 of 6" in error.message

@@ -102,6 +102,11 @@ def test_a_wrong_option_is_named(
         ("xyzzy: 1", "unknown option 'xyzzy'; options are data, output"),
         ("- 1", "holds a list; expected a mapping"),
         ("a: [", "cannot read options from"),
+        ("output: null", "output is null; expected a value, or leave it out"),
+        ("training: {batch_size: ~}", "training.batch_size is null"),
+        ("steps: 3\nseed: 1\nsteps: 4", "wrong.yaml: 'steps' is there twice, in line 3"),
+        ("training:\n  loss_chunks: 3\n  loss_chunks: 3", "'loss_chunks' is there twice, in line 3"),
+        ("training.loss_chunks: 3\ntraining: {loss_chunks: 4}", "'training.loss_chunks' is there twice"),
     ],
 )
 def test_a_wrong_file_is_named(content: str, message: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from hyper_parallel.trainer.command_line import parse_train_options
 from hyper_parallel.trainer.job import run_worker
+from hyper_parallel.trainer.metrics import _rows_until
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.report import describe_run, missing_packages
-from hyper_parallel.trainer.summary import RunSummary, compare_runs, read_column
+from hyper_parallel.trainer.summary import RunSummary, compare_runs, encode_json, read_column
 from hyper_parallel.trainer.tensorboard_log import TensorBoardLog
 from tests.harness import run_distributed
 from tests.trainer.small_jobs import TINY, write_text
@@ -83,6 +85,31 @@ def test_the_last_words_say_how_it_went_and_where_things_are(job: tuple[TrainOpt
     assert "tensorboard" not in said and "checkpoints" not in said
     assert (options.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert RunSummary.read(options.output) == summary
+
+
+def test_a_run_that_went_on_says_which_steps_it_took(job: tuple[TrainOptions, RunSummary]) -> None:
+    part = dataclasses.replace(job[1], steps=14, start=10)
+    assert "parameters: steps 10 -> 14, 4 steps in 2.0 s" in part.describe()
+    assert "stopped after steps 10 -> 14, 4 steps in" in dataclasses.replace(part, interrupted=True).describe()
+
+
+def test_numbers_that_are_none_are_null(job: tuple[TrainOptions, RunSummary]) -> None:
+    folder, infinite = job[0].output, float("inf")
+    dataclasses.replace(job[1], first_loss=infinite, last_loss=-infinite).write(folder)
+    (folder / "metrics.jsonl").write_text(encode_json({"step": 1, "loss": math.nan, "lr": 0.5}) + "\n")
+
+    def strict(text: str) -> dict[str, object]:
+        def refuse(constant: str) -> None:
+            raise AssertionError(constant)
+
+        found: dict[str, object] = json.loads(text, parse_constant=refuse)
+        return found
+
+    assert strict((folder / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "lr": 0.5}
+    assert strict((folder / "summary.json").read_text())["last_loss"] is None
+    assert math.isnan(read_column(folder / "metrics.jsonl", "loss")[1])
+    assert math.isnan(_rows_until(folder / "metrics.jsonl", 1)[0]["loss"])
+    assert "loss nan in the first step, nan in the last" in RunSummary.read(folder).describe()
 
 
 def test_without_matplotlib_there_is_a_note_and_no_stale_picture(
