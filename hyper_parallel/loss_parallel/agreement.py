@@ -19,7 +19,7 @@ from hyper_parallel.errors import LossParallelLayoutError, LossParallelUnsupport
 from hyper_parallel.platform import Group, get_platform
 from hyper_parallel.platform.platform import Tensor
 
-__all__ = ["View", "agree", "digest"]
+__all__ = ["View", "agree", "digest", "error_of", "text_of"]
 
 _ERRORS: tuple[type[Exception], ...] = (
     LossParallelLayoutError,
@@ -29,6 +29,18 @@ _ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     RuntimeError,
 )
+
+
+def text_of(error: Exception) -> str:
+    """An error as text that other ranks can make it from; of an unusual type, as a RuntimeError."""
+    code = next((i for i, kind in enumerate(_ERRORS) if isinstance(error, kind)), len(_ERRORS) - 1)
+    return f"{code}|{error}"
+
+
+def error_of(text: str, prefix: str = "") -> Exception:
+    """The error that :func:`text_of` was given, ``prefix`` before its message."""
+    code, message = text.split("|", 1)
+    return _ERRORS[int(code)](prefix + message)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.loss_parallel.functional_checks import check_reduction, find_shard, group_of
+from hyper_parallel.loss_parallel.functional_checks import group_of, settle_cross_entropy
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.functional import get_loss_functions
 from hyper_parallel.platform.loss_kernels import LossOptions
@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     inplace: bool = False,
-    validate: bool | None = False,
+    validate: bool | None = None,
     return_log_probs: bool = False,
     return_entropy: bool = False,
     overlap_blocks: int = 1,
@@ -45,8 +45,8 @@ def vocab_parallel_cross_entropy(
             ranks may hold fewer, or none).
         target: ``[...]``, integers, equal on all ranks of the group: class numbers among all V.
         group: the ranks that share the classes; None: this one alone.
-        num_classes: V. None: found out by an all-gather of 8 bytes a rank before anything else, which makes an
-            accelerator wait; say it where speed matters.
+        num_classes: V. None: found out from the header of ``validate``; without it by an all-gather of 8 bytes a rank
+            before anything else, which makes an accelerator wait; say it where speed matters.
         weight: ``[V]``, weights of all classes on every rank; not differentiable.
         ignore_index: tokens with this target count nothing, and their gradient is exactly 0.
         reduction: ``"mean"`` (over the weights of this call's tokens, NaN of none), ``"sum"``, or ``"none"``.
@@ -55,8 +55,9 @@ def vocab_parallel_cross_entropy(
             is divided by the sum of the weights like the rest.
         inplace: the gradient takes the memory of the logits, which must be computed ones. Their values are lost in
             backward. No effect under ``torch.compile``.
-        validate: agree with the other ranks on the arguments and look at the targets first: a bad one is the same
-            IndexError on every rank. False: nothing is looked at, and a target outside ``[0, V)`` gives NaN for its
+        validate: agree with the other ranks on the arguments and look at the targets first: whatever one rank finds
+            wrong, or says differently, is the same error on every rank. False: each rank looks at its own shapes and
+            options, and where it alone raises the others wait for it; a target outside ``[0, V)`` gives NaN for its
             token (loss, log-probability and gradient). None: as the context does it, True on CPU only.
         return_log_probs: also give ``log p_y`` of each token, without weights and smoothing; 0 where ignored.
         return_entropy: also give the entropy ``-sum_c p_c log p_c`` of each token; 0 where ignored.
@@ -71,7 +72,8 @@ def vocab_parallel_cross_entropy(
 
     Collectives:
         Forward one all-gather of 8 bytes a token (12 on accelerators, 4 more with smoothing, 4 more with the entropy;
-        groups of more than 8 with much to send: two all-reduces), after those of ``num_classes`` and ``validate``;
+        groups of more than 8 with much to send: two all-reduces). Before it, validating, one of a header of 24 bytes a
+        rank; else, without ``num_classes``, one of 8;
         with ``overlap_blocks`` as many all-gathers, of a block each (as many all-reduces of maxima, then one).
         Backward none.
 
@@ -90,20 +92,19 @@ def vocab_parallel_cross_entropy(
         >>> round(loss.item(), 4)
         0.3731
     """
-    check_reduction(reduction)
     options = LossOptions(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         inplace=inplace,
         validate=validate,
-        description=f"vocab_parallel_cross_entropy(reduction={reduction!r})",
         log_probs=return_log_probs,
         entropy=return_entropy,
         overlap_blocks=overlap_blocks,
+        reduction=reduction,
     )
     found = _functions.token_outputs(
-        local_logits, target, weight, group_of(group), num_classes, options, find_shard
+        local_logits, target, weight, group_of(group), num_classes, options, settle_cross_entropy
     )
     loss = found.loss
     if reduction != "none":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.exchange import gather_numbers
 from hyper_parallel.core.process_group import resolve_group
-from hyper_parallel.core.shard_spec import chunk_ranges
-from hyper_parallel.errors import LossParallelLayoutError
-from hyper_parallel.platform import Group
-from hyper_parallel.platform.loss_kernels import ClassShard
+from hyper_parallel.loss_parallel.functional_agreement import Seen, settle_shard, validates
+from hyper_parallel.platform import Group, get_platform
+from hyper_parallel.platform.call_check import EQUAL_ON_ALL_RANKS, CallFacts, range_error
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.platform import Tensor
 
-__all__ = ["check_reduction", "find_shard", "group_of"]
+__all__ = ["check_reduction", "check_tensors", "group_of", "settle_cross_entropy"]
 
 
 def check_reduction(reduction: str) -> None:
@@ -21,32 +20,69 @@ def check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction is {reduction!r}; expected 'none', 'sum' or 'mean'")
 
 
+def check_tensors(**tensors: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    for name, x in tensors.items():
+        if not get_platform().is_tensor(x):
+            raise TypeError(f"{name} must be a tensor, found {type(x).__name__}")
+
+
 def group_of(group: Any) -> Group | None:
     """What users pass as ``group``, as a group of ours; None for one rank alone."""
     return None if group is None else resolve_group(group)
 
 
-def find_shard(width: int, group: Group | None, num_classes: int | None, like: Tensor) -> ClassShard:
-    """The classes of this rank, which holds ``width`` of them.
+def settle_cross_entropy(
+    local_logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    group: Group | None,
+    num_classes: int | None,
+    options: LossOptions,
+) -> ClassShard:
+    """The classes of this rank in a call of ``vocab_parallel_cross_entropy`` that all ranks have found right.
 
-    Collectives: without ``num_classes``, an all-gather of 8 bytes a rank.
-
-    Raises:
-        LossParallelLayoutError: without ``num_classes``: the ranks' widths are not those of ``torch.chunk``; the same
-            error on all of them.
-        ValueError: ``num_classes`` is negative.
+    Collectives and errors: those of :func:`settle_shard`, with what the call's own docstring names.
     """
-    if num_classes is not None and num_classes < 0:
-        raise ValueError(f"num_classes is {num_classes}; expected 0 or more")
-    if group is None or group.size == 1:
-        return ClassShard.of(width if num_classes is None else num_classes, None)
-    if num_classes is None:
-        widths = gather_numbers([width], group, like)[:, 0].tolist()
-        num_classes = sum(widths)
-        wanted = tuple(stop - start for start, stop in chunk_ranges(num_classes, group.size))
-        if tuple(widths) != wanted:
-            raise LossParallelLayoutError(
-                f"the ranks of the class group hold {tuple(widths)} of {num_classes} classes; expected {wanted}, as "
-                "torch.chunk cuts them"
-            )
-    return ClassShard.of(num_classes, group)
+    platform = get_platform()
+    kernels, validate = platform.loss_kernels, validates(options.validate, local_logits, target, weight)
+
+    def facts_of(shard: ClassShard) -> CallFacts:
+        dim = max(len(platform.shape(local_logits)) - 1, 0)
+        return kernels.facts_of(local_logits, dim, target, shard, weight, options, read_values=validate)
+
+    def range_problem(facts: CallFacts) -> Exception | None:
+        return range_error(facts.bad_targets, facts.first_bad_target, facts.num_classes, facts.ignore_index)
+
+    def look(shard: ClassShard | None) -> Seen:
+        check_reduction(options.reduction)
+        check_tensors(local_logits=local_logits, target=target)
+        shape = platform.shape(local_logits)
+        width = shape[-1] if shape else 0
+        if not validate:
+            return Seen(width)  # the kernel looks at shapes and dtypes, on its own
+        facts = facts_of(shard or _provisional(width))
+        problem = facts.local_problem() or (None if shard is None else range_problem(facts))
+        if problem is not None:
+            raise problem
+        shared = {what: getattr(facts, name) for name, what in EQUAL_ON_ALL_RANKS.items() if name != "num_classes"}
+        shared |= {"reduction": options.reduction, "the shape of the class weights": facts.weight_shape}
+        shared |= {"return_log_probs": options.log_probs, "return_entropy": options.entropy}
+        return Seen(width, shared, check if shard is None else _nothing)
+
+    def _provisional(width: int) -> ClassShard:
+        """Before anyone knows V: as many as there are weights."""
+        weights = platform.shape(weight) if platform.is_tensor(weight) else ()
+        return ClassShard(0, width, max(width, weights[0] if len(weights) == 1 else 0))
+
+    def check(shard: ClassShard) -> None:
+        facts = facts_of(shard)
+        problem = facts.local_problem() or range_problem(facts)
+        if problem is not None:
+            raise problem
+
+    return settle_shard(look, group, num_classes, local_logits, validate)
+
+
+def _nothing(shard: ClassShard) -> None:
+    """All was looked at before."""

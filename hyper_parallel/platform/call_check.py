@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from hyper_parallel.errors import LossParallelLayoutError, LossParallelUnsupportedError
 
-__all__ = ["HEADER_LENGTH", "CallFacts", "find_error"]
+__all__ = ["EQUAL_ON_ALL_RANKS", "HEADER_LENGTH", "CallFacts", "find_error", "range_error"]
 
 _TEXT = "40s"  # operator names and dtypes; longer text is cut
 _SHAPE = "9q"  # the number of dims, then the first eight
@@ -191,7 +191,7 @@ class CallFacts:
 _HEADER = struct.Struct("<" + "".join(_FORMATS[str(field.type)] for field in fields(CallFacts)))
 HEADER_LENGTH = _HEADER.size // 8
 
-_EQUAL_ON_ALL_RANKS = {
+EQUAL_ON_ALL_RANKS = {
     "kind": "the operation",
     "description": "the operation",
     "dim": "the class dim",
@@ -208,6 +208,7 @@ _EQUAL_ON_ALL_RANKS = {
     "target_digest": "the digest of the target's values",
     "weight_digest": "the digest of the class weights",
 }
+"""What every rank of a class group must tell alike, and its name in messages."""
 
 
 def find_error(facts: Sequence[CallFacts]) -> Exception | None:
@@ -219,7 +220,7 @@ def find_error(facts: Sequence[CallFacts]) -> Exception | None:
                 problem if len(facts) == 1 else type(problem)(f"on rank {rank} of the class group, {problem}")
             )
     first = facts[0]
-    for name, what in _EQUAL_ON_ALL_RANKS.items():
+    for name, what in EQUAL_ON_ALL_RANKS.items():
         for rank, one in enumerate(facts):
             found, expected = getattr(one, name), getattr(first, name)
             if found != expected:
@@ -227,7 +228,7 @@ def find_error(facts: Sequence[CallFacts]) -> Exception | None:
                     f"{what} differs between the ranks of the class group: {found!r} on rank {rank}, "
                     f"{expected!r} on rank 0; expected the same on all ranks that share the class dim"
                 )
-    return _partition_error(facts) or _range_error(first)
+    return _partition_error(facts) or range_error(first.bad_targets, first.first_bad_target, first.num_classes, first.ignore_index)
 
 
 def _partition_error(facts: Sequence[CallFacts]) -> Exception | None:
@@ -248,12 +249,13 @@ def _partition_error(facts: Sequence[CallFacts]) -> Exception | None:
     )
 
 
-def _range_error(facts: CallFacts) -> Exception | None:
-    if not facts.bad_targets:
+def range_error(bad_targets: int, first: int, num_classes: int, ignore_index: int) -> Exception | None:
+    """Of targets that are neither a class nor ``ignore_index``, if there are any."""
+    if not bad_targets:
         return None
     return IndexError(
-        f"Target {facts.first_bad_target} is out of bounds for {facts.num_classes} classes; "
-        f"{facts.bad_targets} such target(s), ignore_index={facts.ignore_index}"
+        f"Target {first} is out of bounds for {num_classes} classes; {bad_targets} such target(s), "
+        f"ignore_index={ignore_index}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,11 @@ from hyper_parallel.platform.platform import Group, Tensor
 if TYPE_CHECKING:
     from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions, TokenOutputs
 
-__all__ = ["FindShard", "LinearLoss", "LossFunctions", "get_loss_functions"]
+__all__ = ["LinearLoss", "LossFunctions", "SettleShard", "get_loss_functions"]
 
-FindShard = Callable[[int, "Group | None", "int | None", Tensor], "ClassShard"]
-"""``(width, group, num_classes, like) -> ClassShard``: which classes this rank holds; may run a collective."""
+SettleShard = Callable[[Tensor, Tensor, "Tensor | None", "Group | None", "int | None", "LossOptions"], "ClassShard"]
+"""``(logits, target, weight, group, num_classes, options)``: which classes this rank holds, the call once checked, by
+all ranks together where the options say so; may run collectives."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,18 @@ class LossFunctions(ABC):
         group: Group | None,
         num_classes: int | None,
         options: LossOptions,
-        find_shard: FindShard,
+        settle: SettleShard,
     ) -> TokenOutputs:
-        """:meth:`LossKernels.token_outputs` on logits ``[..., V_local]`` of the classes that ``find_shard`` finds."""
+        """:meth:`LossKernels.token_outputs` on logits ``[..., V_local]`` of the classes that ``settle`` finds."""
         platform = get_platform()
-        shape = platform.shape(local_logits)
-        dim = max(len(shape) - 1, 0)
-        shard = find_shard(shape[dim] if shape else 0, group, num_classes, local_logits)
-        return platform.loss_kernels.token_outputs(local_logits, dim, target, shard, weight, options)
+        shard = settle(local_logits, target, weight, group, num_classes, options)
+        dim = max(len(platform.shape(local_logits)) - 1, 0)
+        checked = replace(options, validate=False)
+        return platform.loss_kernels.token_outputs(local_logits, dim, target, shard, weight, checked)
+
+    def compiling(self) -> bool:
+        """Whether a compiler is tracing the call: what is to be checked is checked when its graph runs."""
+        return False
 
     @abstractmethod
     def linear_loss(

@@ -59,6 +59,7 @@ class LossOptions:
             None means yes on CPU and no on accelerators, where it costs a device synchronisation.
             Unvalidated, a target outside ``[0, V)`` gives a loss and a gradient of NaN for its token.
         description: what the caller calls (operator, reduction); ranks that disagree on it get an error.
+        reduction: what the caller makes of all tokens' losses. The kernels do not read it; callers agree on it.
         log_probs: whether :meth:`LossKernels.token_outputs` gives ``log p_y``.
         entropy: whether it gives the entropy. One pass more over the logits each way, and 4 bytes a token more are
             sent (none of the savings of ``ClassShard.ranges``).
@@ -76,6 +77,7 @@ class LossOptions:
     log_probs: bool = False
     entropy: bool = False
     overlap_blocks: int = 1
+    reduction: str = "none"
 
 
 class TokenOutputs(NamedTuple):

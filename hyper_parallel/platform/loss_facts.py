@@ -81,18 +81,18 @@ class FactReader(ABC):
     def read_values(self, facts: CallFacts, target: Tensor | None, weight: Tensor | None) -> CallFacts:
         """Add what the values of target and weight tell."""
         if target is not None:
-            labels = self.labels(target)
-            bad = ((labels < 0) | (labels >= facts.num_classes)) & (labels != facts.ignore_index)
-            count = int(bad.sum())
-            facts = replace(
-                facts,
-                target_digest=self._digest(labels),
-                bad_targets=count,
-                first_bad_target=int(labels[bad][0]) if count else 0,
-            )
+            digest, count, first = self.target_values(target, facts.num_classes, facts.ignore_index)
+            facts = replace(facts, target_digest=digest, bad_targets=count, first_bad_target=first)
         if weight is not None:
             facts = replace(facts, weight_digest=self._digest(self.weight_bits(weight)))
         return facts
+
+    def target_values(self, target: Tensor, num_classes: int, ignore_index: int) -> tuple[int, int, int]:
+        """A digest, how many are no classes, and the first of these (0 of none)."""
+        labels = self.labels(target)
+        bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
+        count = int(bad.sum())
+        return self._digest(labels), count, int(labels[bad][0]) if count else 0
 
     def _digest(self, values: Any) -> int:
         """A 64-bit number that (as good as always) tells two vectors of int64 apart, also by their order."""

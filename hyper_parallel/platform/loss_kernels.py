@@ -204,14 +204,33 @@ class LossKernels(ABC):
             refuse), TypeError (a dtype), ValueError (an option out of range) or IndexError (a target outside
             ``[0, V)``), to be raised.
         """
-        options = options or LossOptions()
-        facts = self._facts.describe(kind, local_logits, dim, target, shard, weight, options)
-        if facts.local_problem() is None:  # the values are worth reading only where the shapes are right
-            facts = self._facts.read_values(facts, target, weight)
+        facts = self.facts_of(local_logits, dim, target, shard, weight, options or LossOptions(), kind=kind)
         if shard.group is None or shard.group.size == 1:
             return find_error([facts])
         headers = self._exchange_headers(facts.encode(), shard.group, local_logits)
         return find_error([CallFacts.decode(header) for header in headers])
+
+    def facts_of(
+        self,
+        local_logits: Tensor,
+        dim: int,
+        target: Tensor | None,
+        shard: ClassShard,
+        weight: Tensor | None,
+        options: LossOptions,
+        *,
+        kind: str = "cross_entropy",
+        read_values: bool = True,
+    ) -> CallFacts:
+        """What this rank sees of a call. Values are worth reading only where the shapes are right."""
+        facts = self._facts.describe(kind, local_logits, dim, target, shard, weight, options)
+        if read_values and facts.local_problem() is None:
+            facts = self._facts.read_values(facts, target, weight)
+        return facts
+
+    def target_values(self, target: Tensor, num_classes: int, ignore_index: int) -> tuple[int, int, int]:
+        """A digest of a target's values, how many are neither a class nor ``ignore_index``, and the first of these."""
+        return self._facts.target_values(target, num_classes, ignore_index)
 
     def _ensure_valid(
         self,

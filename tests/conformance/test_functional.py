@@ -309,11 +309,18 @@ def test_without_a_group(platform: str, world_size: int) -> None:
 @pytest.mark.contract("G2")
 @on_groups(2, 4)
 def test_what_is_sent(platform: str, world_size: int) -> None:
-    """8 bytes a token; with the entropy 16; in blocks where collectives can be asynchronous; nothing backward."""
+    """8 bytes a token; with the entropy 16; in blocks where collectives can be asynchronous; nothing backward.
+
+    On CPU a header before it, but with ``validate=False``.
+    """
     for sent in run_distributed(bytes_sent, platform=platform, world_size=world_size):
-        blocks = sent.pop("blocks")
+        blocks, header = sent.pop("blocks"), ("all_gather", 24)
         assert blocks == ([("all_gather", 16)] * 3 if platform == "torch" else [("all_gather", 48)])
-        assert sent == {"plain": [("all_gather", 48)], "entropy": [("all_gather", 96)]}
+        assert sent == {
+            "plain": [("all_gather", 48)],
+            "entropy": [("all_gather", 96)],
+            "validated": [header, ("all_gather", 48)],
+        }
 
 
 def bytes_sent() -> dict[str, Any]:
@@ -324,13 +331,21 @@ def bytes_sent() -> dict[str, Any]:
     local = reference.cut(data.logits, size, 1)[this_rank()]
     target, group = adapter.tensor(data.target, "int64"), mesh_of((size,), ("tp",))["tp"]
     seen = {}
-    for name in ("plain", "entropy", "blocks"):
-        blocks = 3 if name == "blocks" else 1
+    for name in ("plain", "entropy", "blocks", "validated"):
+        blocks, validate = 3 if name == "blocks" else 1, None if name == "validated" else False
         with adapter.record_collectives() as sent:
 
-            def function(x: Any, wanted: bool = name == "entropy", blocks: int = blocks) -> Any:
+            def function(
+                x: Any, wanted: bool = name == "entropy", blocks: int = blocks, validate: Any = validate
+            ) -> Any:
                 out = vocab_parallel_cross_entropy(
-                    x, target, group, num_classes=11, return_entropy=wanted, overlap_blocks=blocks
+                    x,
+                    target,
+                    group,
+                    num_classes=11,
+                    return_entropy=wanted,
+                    overlap_blocks=blocks,
+                    validate=validate,
                 )
                 return out[0] if wanted else out
 

@@ -16,7 +16,7 @@ __all__ = ["linear_loss"]
 
 _SETTINGS = (
     "str group, int num_classes, int ignore_index, float label_smoothing, float z_loss, str reduction, "
-    "float? softcap, int? chunk_size, int? sequence_dim, bool[] needs"
+    "float? softcap, int? chunk_size, int? sequence_dim, bool? validate, bool[] needs"
 )
 
 
@@ -28,16 +28,18 @@ def linear_loss(
     options = loss.options
     settings = (
         *(group_name(loss.shard.group), loss.shard.num_classes, options.ignore_index, options.label_smoothing),
-        *(options.z_loss, loss.reduction, loss.softcap, loss.chunk_size, loss.sequence_dim, needs),
+        *(options.z_loss, loss.reduction, loss.softcap, loss.chunk_size, loss.sequence_dim),
+        *(options.validate, needs),
     )
     result: torch.Tensor = _forward(hidden, weight, bias, target, *settings)[0]
     return result
 
 
 def _loss_of(settings: tuple[Any, ...]) -> tuple[LinearLoss, Sequence[bool]]:
-    name, classes, ignore_index, smoothing, z_loss, reduction, softcap, chunk_size, sequence_dim, needs = settings
+    name, classes, ignore_index, smoothing, z_loss, reduction, softcap, chunk_size, sequence_dim = settings[:9]
+    validate, needs = settings[9:]
     shard = ClassShard.of(classes, group_by_name(name))
-    options = LossOptions(ignore_index, smoothing, z_loss, True, False)
+    options = LossOptions(ignore_index, smoothing, z_loss, True, validate)
     return LinearLoss(shard, options, reduction, softcap, chunk_size, sequence_dim), needs
 
 
@@ -51,7 +53,11 @@ def _forward(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, ...]:
     """The loss and the gradients of hidden states, weight and bias, empty where there are none yet."""
-    loss, needs = _loss_of(settings)
+    # Which classes a rank holds is settled when the operator runs, by the layer that eager calls come from.
+    from hyper_parallel.loss_parallel.linear_checks import settle_linear
+
+    asked, needs = _loss_of(settings)
+    loss = settle_linear(hidden, weight, bias, target, asked, asked.shard.num_classes)
     result, grads = compute(hidden, weight, bias, target, loss, needs)
     found = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
     return (result, *(result.new_empty(0) if x is None else x for x in found))
@@ -129,7 +135,7 @@ def _gradient(ctx: Any, upstream: torch.Tensor, *_: Any) -> tuple[torch.Tensor |
     hidden, weight, bias, target, *grads = ctx.saved_tensors
     found = _backward(upstream, grads, hidden, weight, bias, target, *ctx.settings)
     needs = ctx.settings[-1]
-    return *(x if need else None for x, need in zip(found, needs)), *[None] * 11
+    return *(x if need else None for x, need in zip(found, needs)), *[None] * 12
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

@@ -7,6 +7,7 @@ of the first operator and into the second. A vector that an option does without 
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hyper_parallel.platform.torch._loss_rows import statistics_dtype
 
 __all__ = ["group_by_name", "group_name", "operator_name", "token_outputs"]
 
+_ASK = -(2**62)  # for num_classes: None
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss"
 
 
@@ -60,20 +62,17 @@ def token_outputs(
     options: LossOptions,
 ) -> TokenOutputs:
     """:meth:`LossKernels.token_outputs` by way of the operators."""
-    validate = options.validate
-    if validate is None:
-        validate = get_platform().loss_kernels.validates_by_default(local_logits)
     loss, token_weight, log_prob, entropy, *_ = _forward(
         local_logits,
         target,
         weight,
         group_name(group),
-        -1 if num_classes is None else num_classes,
+        _ASK if num_classes is None else num_classes,
         options.ignore_index,
         options.label_smoothing,
         options.z_loss,
-        validate,
-        options.description,
+        options.validate,
+        options.reduction,
         options.log_probs,
         options.entropy,
         options.overlap_blocks,
@@ -86,8 +85,8 @@ def token_outputs(
 @torch.library.custom_op(
     operator_name("vocab_cross_entropy", __file__),
     mutates_args=(),
-    schema=f"(Tensor logits, Tensor target, Tensor? weight, str group, int num_classes, {_OPTIONS}, bool validate, "
-    f"str description, bool log_probs, bool entropy, int overlap_blocks) -> ({', '.join(['Tensor'] * 13)})",
+    schema=f"(Tensor logits, Tensor target, Tensor? weight, str group, int num_classes, {_OPTIONS}, bool? validate, "
+    f"str reduction, bool log_probs, bool entropy, int overlap_blocks) -> ({', '.join(['Tensor'] * 13)})",
 )
 def _forward(
     logits: torch.Tensor,
@@ -98,27 +97,24 @@ def _forward(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    validate: bool,
-    description: str,
+    validate: bool | None,
+    reduction: str,
     log_probs: bool,
     entropy: bool,
     overlap_blocks: int,
 ) -> tuple[torch.Tensor, ...]:
     """Loss, token weight, log-probability, entropy; the state; the shard's numbers."""
     # Which classes a rank holds is settled when the operator runs, by the layer that eager calls come from.
-    from hyper_parallel.loss_parallel.functional_checks import find_shard
+    from hyper_parallel.loss_parallel.functional_checks import settle_cross_entropy
 
     options = LossOptions(
-        ignore_index, label_smoothing, z_loss, False, validate, description, log_probs, entropy, overlap_blocks
+        ignore_index, label_smoothing, z_loss, False, validate, "", log_probs, entropy, overlap_blocks, reduction
     )
     dim = max(logits.ndim - 1, 0)
-    shard = find_shard(
-        logits.shape[dim] if logits.ndim else 0,
-        group_by_name(group),
-        None if num_classes < 0 else num_classes,
-        logits,
-    )
-    get_platform().loss_kernels._ensure_valid("cross_entropy", logits, dim, target, shard, weight, options)
+    said = None if num_classes == _ASK else num_classes
+    shard = settle_cross_entropy(logits, target, weight, group_by_name(group), said, options)
+    checked = replace(options, validate=False)
+    get_platform().loss_kernels._ensure_valid("cross_entropy", logits, dim, target, shard, weight, checked)
     loss, token_weight, state = distributed_nll_loss_forward(logits, dim, target, shard, weight, options)
     empty = state.slope.new_empty(0)
 
@@ -152,8 +148,8 @@ def _(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    validate: bool,
-    description: str,
+    validate: bool | None,
+    reduction: str,
     log_probs: bool,
     entropy: bool,
     overlap_blocks: int,

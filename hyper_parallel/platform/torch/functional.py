@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hyper_parallel.platform.functional import FindShard, LinearLoss, LossFunctions
+from hyper_parallel.platform.functional import LinearLoss, LossFunctions, SettleShard
 from hyper_parallel.platform.loss_kernels import LossOptions, TokenOutputs
 from hyper_parallel.platform.platform import Group
 from hyper_parallel.platform.torch import _linear_ops as linear_ops
@@ -31,11 +31,14 @@ class TorchLossFunctions(LossFunctions):
         group: Group | None,
         num_classes: int | None,
         options: LossOptions,
-        find_shard: FindShard,
+        settle: SettleShard,
     ) -> TokenOutputs:
         if torch.compiler.is_compiling():
             return loss_ops.token_outputs(local_logits, target, weight, group, num_classes, options)
-        return super().token_outputs(local_logits, target, weight, group, num_classes, options, find_shard)
+        return super().token_outputs(local_logits, target, weight, group, num_classes, options, settle)
+
+    def compiling(self) -> bool:
+        return torch.compiler.is_compiling()
 
     def linear_loss(
         self,
