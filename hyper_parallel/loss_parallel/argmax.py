@@ -17,6 +17,7 @@ from hyper_parallel.platform.platform import Tensor
 __all__ = ["vocab_parallel_argmax", "vocab_parallel_topk"]
 
 
+@get_platform().uncaptured
 def vocab_parallel_argmax(
     local_logits: Tensor, group: Any, *, num_classes: int | None = None, validate: bool | None = None
 ) -> Tensor:
@@ -50,6 +51,7 @@ def vocab_parallel_argmax(
     return get_platform().reshape(classes, shape[:-1])
 
 
+@get_platform().uncaptured
 def vocab_parallel_topk(
     local_logits: Tensor,
     k: int,

@@ -19,6 +19,7 @@ __all__ = ["vocab_parallel_cross_entropy"]
 _platform, _functions = get_platform(), get_loss_functions()  # not looked up inside what a compiler traces
 
 
+@get_platform().uncaptured
 def vocab_parallel_cross_entropy(
     local_logits: Tensor,
     target: Tensor,

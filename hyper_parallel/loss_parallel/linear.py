@@ -6,6 +6,7 @@ from typing import Any
 
 from hyper_parallel.loss_parallel.functional_checks import group_of
 from hyper_parallel.loss_parallel.linear_checks import settle_linear
+from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.functional import LinearLoss, get_loss_functions
 from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.platform import Tensor
@@ -15,6 +16,7 @@ __all__ = ["linear_cross_entropy"]
 _functions = get_loss_functions()  # not looked up inside what a compiler traces
 
 
+@get_platform().uncaptured
 def linear_cross_entropy(
     hidden: Tensor,
     weight_shard: Tensor,

@@ -228,7 +228,9 @@ def find_error(facts: Sequence[CallFacts]) -> Exception | None:
                     f"{what} differs between the ranks of the class group: {found!r} on rank {rank}, "
                     f"{expected!r} on rank 0; expected the same on all ranks that share the class dim"
                 )
-    return _partition_error(facts) or range_error(first.bad_targets, first.first_bad_target, first.num_classes, first.ignore_index)
+    return _partition_error(facts) or range_error(
+        first.bad_targets, first.first_bad_target, first.num_classes, first.ignore_index
+    )
 
 
 def _partition_error(facts: Sequence[CallFacts]) -> Exception | None:

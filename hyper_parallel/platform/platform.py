@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hyper_parallel.platform.values import Group, LossArguments, NativeDTensor, NativeMesh, Tensor
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.loss_kernels import LossKernels
 
-__all__ = ["Group", "LossArguments", "NativeDTensor", "NativeMesh", "Platform", "Tensor"]
+__all__ = ["Function", "Group", "LossArguments", "NativeDTensor", "NativeMesh", "Platform", "Tensor"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Platform(ABC):
@@ -200,6 +202,11 @@ class Platform(ABC):
 
     def opaque(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the framework's compiler from tracing into a function; the function itself where there is no need."""
+        return function
+
+    def uncaptured(self, function: Function) -> Function:
+        """Keep bytecode capture, which splits its graphs at what it cannot take, out of a function that a compiler
+        proper may trace; the function itself where there is no such capture."""
         return function
 
     @abstractmethod

@@ -12,7 +12,18 @@ from mindspore import Tensor, nn, ops
 from mindspore.graph import jit_trace
 from mindspore.graph._utils import pijit_context
 
-from hyper_parallel import DTensor, Replicate, Shard, distribute_tensor, get_platform, parallelize_module
+from hyper_parallel import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    get_platform,
+    linear_cross_entropy,
+    parallelize_module,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_topk,
+)
 from hyper_parallel.loss_parallel import loss_parallel
 from hyper_parallel.platform.mindspore._bytecode_capture import refuse_arguments
 from hyper_parallel.platform.mindspore.dtensor import TensorBase
@@ -192,6 +203,39 @@ def bytecode_afterwards() -> None:
 
         found = mindspore.jit(summing, capture_mode="bytecode")(Tensor(X))
         assert isinstance(found, DTensor) and found.item() == summing(Tensor(X)).item(), shape
+
+
+def bytecode_by_name() -> None:
+    """The functions called by name, on plain tensors: values and gradients of the uncompiled ones, inside a graph."""
+    if sys.version_info >= (3, 12):
+        return
+    group, head = mesh_of((get_platform().world_size(),)), Tensor(np.linspace(-1.0, 1.0, 36, dtype=np.float32))
+    labels, head = Tensor(LABELS), head.reshape(6, 6)
+    x = Tensor(X[: len(LABELS), :6])
+
+    def loss(x: Any) -> Any:
+        return vocab_parallel_cross_entropy(x * 2.0, labels, group, label_smoothing=0.1) * 3.0
+
+    def more(x: Any) -> Any:
+        value, log_probs, entropy = vocab_parallel_cross_entropy(
+            x * 2.0, labels, group, num_classes=12, return_log_probs=True, return_entropy=True
+        )
+        return value + log_probs.sum() + entropy.sum()
+
+    def linear(x: Any) -> Any:
+        return linear_cross_entropy(x * 2.0, head, labels, group, reduction="sum") * 3.0
+
+    def largest(x: Any) -> Any:
+        values, _ = vocab_parallel_topk(x * 2.0, 2, group)
+        return values.sum() + vocab_parallel_argmax(x * 2.0, group).sum()
+
+    for function in (loss, more, linear, largest):
+        compiled = mindspore.jit(function, capture_mode="bytecode")
+        for _ in range(2):
+            assert np.array_equal(plain(compiled(x)), plain(function(x))), function.__name__
+            if function is not largest:
+                found, expected = (mindspore.value_and_grad(f)(x)[1] for f in (compiled, function))
+                assert np.array_equal(plain(found), plain(expected)), function.__name__
 
 
 def another_version() -> None:

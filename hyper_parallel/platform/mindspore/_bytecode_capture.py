@@ -7,8 +7,9 @@ around a layer run with capture switched off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import mindspore
 from mindspore import _c_expression
@@ -16,13 +17,29 @@ from mindspore.graph._utils import pijit_context
 
 from hyper_parallel.errors import UnsupportedOperatorError
 
-__all__ = ["pause_capture", "refuse_arguments", "resume_capture"]
+__all__ = ["pause_capture", "refuse_arguments", "resume_capture", "uncaptured"]
 
 _KNOWN = "2.10."
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Pausing returns whether capture was on. As no graph has these C functions, their callers are not put into one, either.
 pause_capture = getattr(_c_expression, "jit_mode_pi_disable", lambda: False)
 resume_capture = getattr(_c_expression, "jit_mode_pi_enable", lambda: False)
+
+
+def uncaptured(function: _Function) -> _Function:
+    """``function`` with capture switched off while it runs."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        captured = pause_capture()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if captured:
+                resume_capture()
+
+    return cast(_Function, wrapper)
 
 
 def refuse_arguments(base: type, version: str = mindspore.__version__) -> None:

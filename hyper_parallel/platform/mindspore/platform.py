@@ -18,6 +18,7 @@ import mindspore  # noqa: E402
 from mindspore import Tensor, communication, ops  # noqa: E402
 
 from hyper_parallel.platform.mindspore import (  # noqa: E402
+    _bytecode_capture,
     _communicator,
     _cpu_kernels,
     _extremum,
@@ -30,6 +31,7 @@ from hyper_parallel.platform.mindspore import (  # noqa: E402
     random,
 )
 from hyper_parallel.platform.platform import (  # noqa: E402
+    Function,
     Group,
     LossArguments,
     NativeDTensor,
@@ -214,6 +216,9 @@ class MindSporePlatform(Platform):
 
     def call_local(self, op_call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return dtensor.call_local(op_call, args, kwargs)
+
+    def uncaptured(self, function: Function) -> Function:
+        return _bytecode_capture.uncaptured(function)
 
     def get_op_name(self, op_call: Any) -> str:
         return op_names.get_op_name(op_call)
