@@ -22,9 +22,9 @@ from hyper_parallel.tensor_parallel.groups import resolve_group
 from hyper_parallel.tensor_parallel.model_tensors import (
     ModelTensor,
     common_group,
-    device_of,
     every_rank,
     model_tensors,
+    whereabouts,
 )
 
 __all__ = ["load_hf_checkpoint"]
@@ -74,10 +74,11 @@ def load_hf_checkpoint(
         >>> print(load_hf_checkpoint(model, "Llama-3.2-1B"))                                 # doctest: +SKIP
     """
     ranks = every_rank() if group is None else resolve_group(group)
-    device_type = device or device_of(model)
-    like = get_weight_backend().empty_on(device_type)
-    plan, view, error = None, [""], None
+    device_type, like, error = whereabouts(model, device)
+    plan, view = None, [""]
     try:
+        if error is not None:
+            raise error
         plan = _Plan.make(model, path, keep, skip)
         view = plan.view
         plan.check()

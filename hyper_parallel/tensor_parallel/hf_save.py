@@ -10,12 +10,11 @@ from typing import Any
 
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.platform.modules import Module
-from hyper_parallel.platform.weights import get_weight_backend
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree, say_so_when_alone
 from hyper_parallel.tensor_parallel.checkpoint_files import INDEX_NAME
 from hyper_parallel.tensor_parallel.groups import resolve_group
 from hyper_parallel.tensor_parallel.holders import place_of
-from hyper_parallel.tensor_parallel.model_tensors import device_of, every_rank, model_tensors
+from hyper_parallel.tensor_parallel.model_tensors import every_rank, model_tensors, whereabouts
 from hyper_parallel.tensor_parallel.save_plan import PlannedFile, config_text, index_text, plan_files
 from hyper_parallel.tensor_parallel.save_stream import write_files
 
@@ -68,11 +67,13 @@ def save_hf_checkpoint(
         ('model.safetensors',)
     """
     ranks = every_rank() if group is None else resolve_group(group)
-    like = get_weight_backend().empty_on(device_of(model))
-    directory = Path(os.path.abspath(path))
     leads = ranks.rank == 0
-    plan, place, code, view, error = None, None, 0, [""], None
+    _, like, error = whereabouts(model)
+    directory, plan, place, code, view = Path(), None, None, 0, [""]
     try:
+        if error is not None:
+            raise error
+        directory = Path(os.path.abspath(path))
         tensors = model_tensors(model)
         place = place_of(tensors)
         code = place.code(ranks)

@@ -25,9 +25,9 @@ from hyper_parallel.tensor_parallel.layers import SharedLayer
 from hyper_parallel.tensor_parallel.model_tensors import (
     ModelTensor,
     common_group,
-    device_of,
     every_rank,
     model_tensors,
+    whereabouts,
 )
 
 __all__ = ["materialize"]
@@ -71,10 +71,11 @@ def materialize(
         >>> materialize(parallelize_module(model, mesh["tp"]), seed=1)                       # doctest: +SKIP
     """
     ranks = every_rank() if group is None else resolve_group(group)
-    device_type = device or device_of(model)
-    like = get_weight_backend().empty_on(device_type)
-    plan, view, error = None, [""], None
+    device_type, like, error = whereabouts(model, device)
+    plan, view = None, [""]
     try:
+        if error is not None:
+            raise error
         plan = _Plan.make(model, seed, initial or {})
         view = plan.view
         plan.check()

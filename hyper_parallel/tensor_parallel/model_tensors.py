@@ -15,7 +15,15 @@ from hyper_parallel.platform.weights import Slot, get_weight_backend
 from hyper_parallel.tensor_parallel.byte_runs import ByteRuns, spec_runs
 from hyper_parallel.tensor_parallel.data_shards import DataPiece, data_piece
 
-__all__ = ["ModelTensor", "common_group", "device_of", "every_rank", "local_buffer_names", "model_tensors"]
+__all__ = [
+    "ModelTensor",
+    "common_group",
+    "device_of",
+    "every_rank",
+    "local_buffer_names",
+    "model_tensors",
+    "whereabouts",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +143,20 @@ def device_of(model: Module) -> str:
             if mesh is not None:
                 return str(mesh.device_type)
     return "cpu"
+
+
+def whereabouts(model: Module, device: str | None = None) -> tuple[str, Tensor, Exception | None]:
+    """The device that a call works on, and a tensor there; or what is wrong with its arguments, which is not raised
+    here, as the other ranks must hear of it, from the host then.
+    """
+    backend = get_weight_backend()
+    try:
+        if not get_module_backend().is_module(model):
+            raise CheckpointError(f"expected a module, found {type(model).__name__}")
+        device_type = device or device_of(model)
+        return device_type, backend.empty_on(device_type), None
+    except Exception as error:
+        return "cpu", backend.empty_on("cpu"), error
 
 
 def _named_tensors(model: Module) -> Iterator[tuple[str, Slot, Tensor]]:

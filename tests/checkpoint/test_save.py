@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from hyper_parallel.tensor_parallel.initialize import Normal
 from tests.checkpoint.files import file_bytes, write_checkpoint
 from tests.checkpoint.own_model import own_tensors, this_models
 from tests.checkpoint.test_load import check_parts, load_own
@@ -166,6 +167,33 @@ def save_without_values(path: str, target: str) -> None:
 
 def save_under_a_file(path: str, target: str) -> None:
     save_own(path, f"{path}/model.safetensors/deeper")
+
+
+def arguments_of_one_rank(path: str, target: str) -> dict[str, str]:
+    """What each call raises whose arguments the last rank alone has wrong."""
+    from hyper_parallel import load_hf_checkpoint, materialize, save_hf_checkpoint
+    from tests.tensor_parallel.test_uneven import said
+
+    model, last = this_models().sharded("own"), this_rank() == 1
+    load_hf_checkpoint(model, path)
+    wrong: Any = {True: 3, False: model}
+    return said({
+        "save 3": lambda: save_hf_checkpoint(wrong[last], target),
+        "save to 3": lambda: save_hf_checkpoint(model, 3 if last else target),  # type: ignore[arg-type]
+        "load 3": lambda: load_hf_checkpoint(wrong[last], path),
+        "load from 3.5": lambda: load_hf_checkpoint(model, 3.5 if last else path),  # type: ignore[arg-type]
+        "materialize 3": lambda: materialize(wrong[last], initial={"*": Normal(0.02)}),
+    })  # fmt: skip
+
+
+def test_arguments_of_one_rank_only(platform: str, tmp_path: Path) -> None:
+    """The others are told, instead of waiting."""
+    path = str(write_checkpoint(tmp_path / "one", own_tensors()))
+    one, other = run_distributed(arguments_of_one_rank, path, str(tmp_path / "two"), platform=platform, world_size=2)
+    assert one == other and not (tmp_path / "two" / "model.safetensors").exists()
+    assert all(error.startswith("CheckpointError: rank 1: ") for error in one.values()), one
+    for call in ("save", "load", "materialize"):
+        assert one[f"{call} 3"].endswith("expected a module, found int")
 
 
 def test_saving_is_collective(platform: str, tmp_path: Path) -> None:
