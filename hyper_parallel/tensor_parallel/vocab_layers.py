@@ -24,7 +24,8 @@ class VocabParallelEmbedding(SharedLayer):
         ids [4, 1] of 5 rows      rank 0 (rows 0 .. 2): [ 0, w1]      rank 1 (rows 3 .. 4): [w4,  0]
         sum: [w4, w1]
 
-    Placements: ids R -> y R. Forward: one all-reduce. Backward: no collective.
+    Placements: ids R -> y R. Forward: one all-reduce, and on CPU an all-gather of 16 bytes before it. Backward: no
+        collective.
 
     Args:
         num_embeddings: rows of all ranks together.
@@ -35,8 +36,9 @@ class VocabParallelEmbedding(SharedLayer):
         sequence_dim: the dim to shard then.
         dtype, device: of the table.
 
-    Called with integer ids of any shape, equal on all ranks; gives ``[*ids.shape, embedding_dim]``. An id
-    outside the table is an IndexError on every rank (not looked at on accelerators).
+    Called with integer ids of any shape, equal on all ranks; gives ``[*ids.shape, embedding_dim]``. On CPU the ranks
+    make sure of it first: an id outside the table on any of them is an IndexError on all, ids that are no integers a
+    TypeError, other shapes or dtypes a ValueError. On accelerators ids are not looked at.
     """
 
     def __init__(

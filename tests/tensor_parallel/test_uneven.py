@@ -93,7 +93,10 @@ def test_uneven_without_a_length(platform: str, world_size: int, lengths: tuple[
     assert first == second
     held = f"unevenly: {lengths[0]} on rank 0, {lengths[1]} on rank 1; expected as many elements on every rank. "
     for name, text in first.items():
-        if name in ("row", "rows of a table", "reduce-scatter", "batch", "dims", "dtype"):
+        if name == "rows of a table":  # the ids are compared before they are looked up
+            assert text.startswith("ValueError: VocabParallelEmbedding: the ranks differ: int64 (2, "), text
+            continue
+        if name in ("row", "reduce-scatter", "batch", "dims", "dtype"):
             assert text.startswith("ValueError") and "the ranks hold different tensors: float" in text, text
             continue
         assert text.startswith("ValueError: ") and held in text, (name, text)
