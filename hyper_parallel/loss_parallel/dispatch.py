@@ -199,32 +199,35 @@ def _reduce(reduction: str, loss: Tensor, token_weight: Tensor, inputs: LossInpu
 
 
 def _log_softmax(call: LossArguments, state: State) -> Any:
-    """K1 where the dim is sharded on one mesh dim; everything else is layout inference's."""
+    """K1 where the dim is sharded on one mesh dim; everything else is layout inference's.
+
+    All agree first, however their logits lie: one rank's may be replicated, or Partial, where another's are sharded.
+    """
     platform, x = get_platform(), call.input
-    if not isinstance(x, DTensor) or not state.loss_parallel or call.dim is None:
+    if not isinstance(x, DTensor) or not state.loss_parallel:
         return NotImplemented
     layout: Layout = x.global_layout
-    if layout.is_replicated:
-        return NotImplemented
     error: Exception | None = None
     mesh_dims: tuple[int, ...] = ()
-    if not -layout.ndim <= call.dim < layout.ndim:
-        error = IndexError(f"log_softmax over dim {call.dim} of a tensor of shape {layout.shape}")
-    else:
-        dim = call.dim % layout.ndim
-        mesh_dims = layout.tensor_map[dim]
-        if not mesh_dims:
-            return NotImplemented
-        if len(mesh_dims) > 1 or layout.has_partial:
-            error = LossParallelLayoutError(
-                f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim "
-                "and no Partial"
-            )
+    dim = call.dim or 0
+    if layout.ndim and call.dim is not None:
+        if -layout.ndim <= dim < layout.ndim:
+            dim %= layout.ndim
+            mesh_dims = () if layout.is_replicated else layout.tensor_map[dim]
+        else:
+            error = IndexError(f"log_softmax over dim {dim} of a tensor of shape {layout.shape}")
+    if mesh_dims and (len(mesh_dims) > 1 or layout.has_partial):
+        error = LossParallelLayoutError(
+            f"log_softmax over dim {dim}: found {layout.describe()}; expected Shard({dim}) on exactly one mesh dim "
+            "and no Partial"
+        )
     local = platform.as_local(x)
     if platform.loss_kernels.validates_by_default(local):
         error = agree(View(error, shared_text(call, layout)), layout.mesh, local)
     if error is not None:
         raise error
+    if not mesh_dims:
+        return NotImplemented
     shard = _class_shard(layout, dim, mesh_dims[0])
     result = platform.loss_kernels.log_softmax(local, dim, shard, dtype=call.dtype, validate=False)
     return platform.as_dtensor(DTensor, result, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,20 @@ from tests.conformance.bad_calls import (
 from tests.harness import this_rank
 
 __all__ = ["DISAGREEMENTS", "TWO_DIMS"]
+
+
+def _log_softmax_of(made: Callable[[Call], Any], dim: int = 1) -> Callable[[Call], None]:
+    """The two steps of the loss, of logits that lie otherwise on the last rank."""
+
+    def change(call: Call) -> None:
+        from hyper_parallel.loss_parallel import loss_parallel
+
+        logits = made(call) if call.last else call.distributed(call.floats(TOKENS, 4), *placements("S1"))
+        with loss_parallel():
+            log_probs = call.adapter.log_softmax(logits, dim if call.last else 1)
+            call.adapter.cross_entropy("nll_of_logits", log_probs, call.integers(call.labels))
+
+    return change
 
 
 def _log_softmax_over(dim_of: Callable[[Call], int]) -> Callable[[Call], None]:
@@ -92,6 +107,19 @@ DISAGREEMENTS = {
     ),
     "log_softmax over a dim that is not there, on one rank": BadCall(
         _log_softmax_over(lambda c: 5 if c.last else 1), "IndexError", ("log_softmax over dim 5",)
+    ),
+    "log_softmax of Partial logits on one rank": BadCall(
+        _log_softmax_of(lambda c: c.distributed(c.floats(TOKENS, CLASSES), *placements("P"))),
+        LAYOUT,
+        ("disagree", "S(1)@tp", "P@tp"),
+    ),
+    "log_softmax of 0-d logits on one rank": BadCall(
+        _log_softmax_of(lambda c: c.distributed(c.floats(), *placements("R")), dim=0), LAYOUT, ("disagree", "R@tp")
+    ),
+    "log_softmax of replicated logits over a dim that is not there, on one rank": BadCall(
+        _log_softmax_of(lambda c: c.distributed(c.floats(TOKENS, CLASSES), *placements("R")), dim=7),
+        "IndexError",
+        ("log_softmax over dim 7",),
     ),
     "strictness": BadCall(
         lambda c: changes(shards=(0,), context={"strict": c.last})(c), LAYOUT, ("S(0)@tp", "expected Shard(1)")

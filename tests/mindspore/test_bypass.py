@@ -30,7 +30,9 @@ def test_bypass(name: str) -> None:
 
 
 @pytest.mark.contract("G4")
-@pytest.mark.parametrize("name", ["bytecode", "bytecode_afterwards", "bytecode_by_name", "another_version", "ast", "trace"])
+@pytest.mark.parametrize(
+    "name", ["bytecode", "bytecode_afterwards", "bytecode_by_name", "another_version", "ast", "trace"]
+)
 def test_compiled(name: str) -> None:
     """Global, closure, attribute, member, default, made inside, a shared model: the right values, or refused."""
     run("compiled_workers", name, world_size=2)
