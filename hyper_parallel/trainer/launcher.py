@@ -151,6 +151,8 @@ def _explain(workers: Sequence[_Worker]) -> JobFailed:
     ranks learn of a failure only when its process has ended, after its note was written.
     """
     failed = [w for w in workers if w.status()]
+    if all(w.status() == INTERRUPTED for w in failed):
+        return JobFailed("stopped by a signal (SIGINT or SIGTERM) to one of its ranks", "")
     notes = {w.plan.rank: ErrorNote.read(w.note) for w in failed}
 
     def when(worker: _Worker) -> float:
@@ -179,8 +181,6 @@ def _one_line(note: ErrorNote | None) -> str:
 
 def _how_it_ended(worker: _Worker) -> str:
     status = worker.process.returncode
-    if status == INTERRUPTED:
-        return "the job was stopped by a signal (SIGINT or SIGTERM) to one of its ranks"
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name

@@ -201,7 +201,7 @@ def test_a_rank_that_is_killed_while_the_job_stops_is_named(tmp_path: Path) -> N
 def test_ranks_that_stop_because_one_was_told_to_are_waited_for(tmp_path: Path) -> None:
     body = f'if rank == 1: return 130\ntime.sleep(1.0)\nopen(f"{tmp_path}/saved", "w").close()\nreturn 130'
     error, _ = failure(body, tmp_path, nproc=2)
-    assert str(error).endswith("failed: the job was stopped by a signal (SIGINT or SIGTERM) to one of its ranks")
+    assert str(error) == "stopped by a signal (SIGINT or SIGTERM) to one of its ranks" and not error.details
     assert (tmp_path / "saved").exists()
 
 
