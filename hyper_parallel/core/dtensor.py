@@ -170,6 +170,11 @@ class DTensor(_base):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a DTensor cannot be pickled: save to_local() or full_tensor()")
 
+    def __copy__(self) -> DTensor:
+        platform = get_platform()
+        result: DTensor = platform.as_dtensor(type(self), platform.as_local(self), self._layout)
+        return result
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         platform = get_platform()
         local = platform.as_local(self)

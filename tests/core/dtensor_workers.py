@@ -73,6 +73,9 @@ def python_protocol(size: int) -> None:
     raises(TypeError, "0-d", lambda: list(scalar))
     raises(TypeError, "cannot be pickled", lambda: pickle.dumps(d))
     leaf = distribute_tensor(full, mesh, [Shard(1)]).requires_grad_()
+    shallow = copy.copy(leaf)
+    assert shallow is not leaf and shallow.global_layout == leaf.global_layout
+    assert shallow.to_local().data_ptr() == leaf.to_local().data_ptr()
     copied = copy.deepcopy(leaf)
     assert copied.requires_grad and copied.is_leaf and copied.global_layout == leaf.global_layout
     assert copied.data_ptr() != leaf.data_ptr() or leaf.to_local().numel() == 0
