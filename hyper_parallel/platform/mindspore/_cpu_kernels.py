@@ -27,6 +27,9 @@ _OF_NOTHING = {
 }
 """What reductions over nothing give."""
 
+_LIKE_FIRST = frozenset({"Tril", "TrilExt"})
+"""Operators that give back the shape of their first tensor, and fail on nothing, which would end a recording."""
+
 _LOG_SOFTMAX = frozenset({"LogSoftmax", "LogSoftmaxExt"})
 
 
@@ -43,7 +46,7 @@ def call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: M
         return concat(args[0], args[1] if len(args) > 1 else 0)
     every = list(_tensors((*args, *kwargs.values())))
     with _no_grad():
-        shapes = _result_shapes(function, args, kwargs)
+        shapes = args[0].copy() if name in _LIKE_FIRST else _result_shapes(function, args, kwargs)
     if name in _OF_NOTHING:
         like = shapes[0] if isinstance(shapes, (tuple, list)) else shapes
         value = ops.full(like.shape, _OF_NOTHING[name], dtype=like.dtype)
