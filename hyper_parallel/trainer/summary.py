@@ -100,8 +100,11 @@ class RunSummary:
     @classmethod
     def read(cls, folder: Path) -> RunSummary:
         """From the folder of a run."""
-        facts = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-        return cls(**{k: math.nan if v is None and k in ("first_loss", "last_loss") else v for k, v in facts.items()})
+        facts: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        for name in ("first_loss", "last_loss"):
+            if facts[name] is None:
+                facts[name] = math.nan
+        return cls(**facts)
 
 
 def read_column(path: Path, name: str) -> dict[int, float]:
