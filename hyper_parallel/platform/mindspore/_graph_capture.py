@@ -7,8 +7,10 @@ noted, and whoever started the compiler raises.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 from mindspore import Tensor
@@ -17,6 +19,8 @@ from mindspore.graph import jit_context, jit_trace
 from hyper_parallel.errors import UnsupportedOperatorError
 
 __all__ = ["NOT_IN_GRAPHS", "asked", "compiled", "refuse_in_trace"]
+
+_PACKAGE = __name__.split(".")[0]
 
 _met: ContextVar[list[Any] | None] = ContextVar("met_by_compiler", default=None)
 _refused: set[str] = set()  # what MindSpore keeps as compiled, and would not ask about again
@@ -48,6 +52,12 @@ def compiled(compile_: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     except Exception as error:
         if met:
             raise _error(met[0]) from error
+        used = _ours_in(args[0] if args else None, str(error))
+        if used:
+            raise UnsupportedOperatorError(
+                f"what is compiled uses {used} of hyper_parallel, which graph mode cannot compile: call it outside of "
+                "the compiled function, or use PyNative mode"
+            ) from error
         raise
     finally:
         _met.reset(token)
@@ -60,6 +70,24 @@ def compiled(compile_: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
             f"what is compiled uses a DTensor, or a layer shared between ranks: {NOT_IN_GRAPHS}"
         )
     return name
+
+
+def _ours_in(compiled_one: Any, report: str) -> str:
+    """Names of what a function, or a cell's construct, takes from this package; "" for nothing of it."""
+    function: Any = getattr(compiled_one, "fn", None) or getattr(compiled_one, "construct", None)
+    code = getattr(function, "__code__", None)
+    names = []
+    if code is not None:
+        found = {**getattr(function, "__globals__", {}), **inspect.getclosurevars(function).nonlocals}
+        owners = {name: _owner(found.get(name)) for name in (*code.co_names, *code.co_freevars)}
+        names = sorted(name for name, owner in owners.items() if owner.split(".")[0] == _PACKAGE)
+    return ", ".join(names) or ("a function" if f"{_PACKAGE}/" in report else "")
+
+
+def _owner(x: Any) -> str:
+    """The module that something comes from, or that it is."""
+    named = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None)
+    return named if isinstance(named, str) else ""
 
 
 def _error(x: Any) -> UnsupportedOperatorError:
