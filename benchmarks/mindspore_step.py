@@ -13,6 +13,7 @@ from mindspore import Tensor, ops
 
 from benchmarks.memory import peak_extra_bytes
 from benchmarks.mindspore_loss import barrier
+from benchmarks.step_model import step_model
 from benchmarks.timing import Clock, interleave
 from hyper_parallel import ParallelismConfig, init_device_mesh, loss_parallel, parallelize_module
 from hyper_parallel.models.llama import LlamaConfig
@@ -26,14 +27,7 @@ _OURS = "ours, loss parallel"
 def run(options: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a way: seconds, peak memory, the loss of the first step (the same for all)."""
     size = int(os.environ["WORLD_SIZE"])
-    config = LlamaConfig(
-        vocab_size=8192 if options["quick"] else 32768,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
+    config = step_model(options["quick"])
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     tokens = np.random.default_rng(3).integers(config.vocab_size, size=(2, 129)).astype(np.int32)
     rows: list[dict[str, Any]] = []

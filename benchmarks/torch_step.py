@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.memory import peak_extra_bytes
+from benchmarks.step_model import step_model
 from benchmarks.timing import Clock, interleave
 from hyper_parallel import init_device_mesh, loss_parallel, parallelize_module
 from hyper_parallel.models.llama import LlamaConfig
@@ -25,14 +26,7 @@ Step = Callable[[], torch.Tensor]
 def run(options: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a way: seconds, peak memory, the loss of the first step (the same for all)."""
     size = dist.get_world_size()
-    config = LlamaConfig(
-        vocab_size=8192 if options["quick"] else 32768,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
+    config = step_model(options["quick"])
     tokens = torch.randint(config.vocab_size, (2, 129), generator=torch.Generator().manual_seed(3))
     rows: list[dict[str, Any]] = []
     for sequence in (False, True):

@@ -9,7 +9,7 @@ from hyper_parallel.errors import LossParallelLayoutError
 from hyper_parallel.loss_parallel.functional_agreement import Seen, settle_shard, validates
 from hyper_parallel.loss_parallel.functional_checks import check_reduction, check_tensors
 from hyper_parallel.platform import Group, get_platform
-from hyper_parallel.platform.call_check import range_error
+from hyper_parallel.platform.call_check import option_error, range_error
 from hyper_parallel.platform.functional import LinearLoss
 from hyper_parallel.platform.loss_kernels import ClassShard
 from hyper_parallel.platform.platform import Tensor
@@ -94,6 +94,9 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, 
             f"found dtypes {[platform.dtype_name(x) for x in tensors]} and a {platform.dtype_name(target)} target; "
             "expected floating ones and an integer target"
         )
+    problem = option_error(loss.options.label_smoothing, loss.options.z_loss)
+    if problem is not None:
+        raise problem
     if loss.softcap is not None and not loss.softcap > 0:
         raise ValueError(f"softcap is {loss.softcap}; expected a positive number or None")
     if loss.chunk_size is not None and loss.chunk_size < 1:

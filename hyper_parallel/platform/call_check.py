@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 
 from hyper_parallel.errors import LossParallelLayoutError, LossParallelUnsupportedError
 
-__all__ = ["EQUAL_ON_ALL_RANKS", "HEADER_LENGTH", "CallFacts", "find_error", "range_error"]
+__all__ = ["EQUAL_ON_ALL_RANKS", "HEADER_LENGTH", "CallFacts", "find_error", "option_error", "range_error"]
 
 _TEXT = "40s"  # operator names and dtypes; longer text is cut
 _SHAPE = "9q"  # the number of dims, then the first eight
@@ -170,10 +170,9 @@ class CallFacts:
         return None
 
     def _option_problem(self) -> Exception | None:
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            return ValueError(f"label_smoothing is {self.label_smoothing}; expected a value in [0, 1]")
-        if not self.z_loss >= 0.0:
-            return ValueError(f"z_loss is {self.z_loss}; expected 0 or more")
+        problem = option_error(self.label_smoothing, self.z_loss)
+        if problem is not None:
+            return problem
         if not (self.overlap_blocks.isdecimal() and int(self.overlap_blocks) >= 1):
             return ValueError(f"overlap_blocks is {self.overlap_blocks}; expected a number of blocks, 1 or more")
         if self.kind == "nll_loss" and (self.label_smoothing or self.z_loss or self.inplace):
@@ -249,6 +248,15 @@ def _partition_error(facts: Sequence[CallFacts]) -> Exception | None:
         f"the ranks of the class group hold classes {ranges}, {together} together; expected each of the "
         f"{facts[0].num_classes} classes once (gathered logits are not shards)"
     )
+
+
+def option_error(label_smoothing: float, z_loss: float) -> Exception | None:
+    """Of numbers that no loss can be computed with."""
+    if not 0.0 <= label_smoothing <= 1.0:
+        return ValueError(f"label_smoothing is {label_smoothing}; expected a value in [0, 1]")
+    if not z_loss >= 0.0:
+        return ValueError(f"z_loss is {z_loss}; expected 0 or more")
+    return None
 
 
 def range_error(bad_targets: int, first: int, num_classes: int, ignore_index: int) -> Exception | None:

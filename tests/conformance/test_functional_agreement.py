@@ -49,7 +49,6 @@ def cases_of(function: str) -> dict[str, tuple[dict[str, Any], str, str]]:
     if function == "linear_cross_entropy":
         cases["chunk_size"] = ({"chunk_size": 1}, LAYOUT, "chunk_size differs between the ranks")
         cases["probabilities"] = ({"floating": True}, "TypeError", "expected floating ones and an integer target")
-        del cases["label_smoothing"], cases["z_loss"]  # looked at by the cross-entropy alone
     return cases
 
 
