@@ -77,7 +77,8 @@ def parallelize_module(
             together (gate and up; query, key and value) without the others, ranks with different models.
 
     Warns when the ranks' copies differ in the first row of some parameter: built without a common seed, they make up
-    no model together, unless weights are loaded or drawn afterwards.
+    no model together, unless weights are loaded or drawn afterwards. Warns of
+    ``SequenceParallel`` and its like on modules whose activations nothing in the plan cuts.
 
     Collectives: one small all-gather.
 
@@ -105,6 +106,14 @@ def parallelize_module(
             "the ranks hold different values of the model that is given to parallelize_module: the parts that they "
             "keep make up none of these models. Load a checkpoint or call materialize() afterwards, or seed all ranks "
             "alike before building",
+            stacklevel=2,
+        )
+    if planned.doubtful:
+        warnings.warn(
+            f"the plan sums the gradients of {', '.join(planned.doubtful)} over the ranks, and nothing in it cuts "
+            f"their activations; expected that each rank has a part of these. Where they are whole, the gradients become "
+            f"{group.size} times too large: leave these modules out of the plan, or let it cut their input (layouts "
+            "Shard(1) of the layers around them)",
             stacklevel=2,
         )
     _apply(planned, group)

@@ -25,6 +25,7 @@ from hyper_parallel.tensor_parallel.rules import ColumnRule, Rule
 from hyper_parallel.tensor_parallel.shared_input import SharedInput
 from hyper_parallel.tensor_parallel.siblings import check_siblings
 from hyper_parallel.tensor_parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, Site
+from hyper_parallel.tensor_parallel.summed import summed_without_parts
 from hyper_parallel.tensor_parallel.watch import WidthRule, rules_for_neighbours
 
 __all__ = ["BoundModule", "Planned", "plan_model"]
@@ -49,12 +50,14 @@ class Planned:
         bound: the modules that get a rule.
         attributes: modules and what to set on them.
         watched: modules that stay whole, and a rule that looks at what they are given.
+        doubtful: names of modules whose gradients are summed without a visible reason.
         report: what to tell the user.
     """
 
     bound: list[BoundModule]
     attributes: list[tuple[Module, Mapping[str, Any]]]
     watched: list[tuple[Module, WidthRule]]
+    doubtful: list[str]
     report: PlanReport
 
 
@@ -103,8 +106,10 @@ class _Planner:
         )
         chosen = {name: (pattern, styles[pattern]) for pattern, names in matched.items() for name in names}
         self._add_tied(chosen)
+        doubtful: list[str] = []
         if self.mesh.size() > 1:
             check_siblings(self.facts, chosen)
+            doubtful = [] if automatic else summed_without_parts(chosen)
         attentions = self._attentions(chosen)
         chosen |= rules_between(self.modules, self.facts, chosen, attentions, automatic)
         bound = [
@@ -116,7 +121,8 @@ class _Planner:
         attributes = [(self.modules[name], attention.attributes) for name, attention in attentions.items()]
         neighbours = rules_for_neighbours(self.facts, chosen, self.mesh)
         watched = [(self.modules[name], rule) for name, rule in neighbours.items()]
-        return Planned(bound, attributes, watched, self._report(bound, [n for n in layers if n not in chosen]))
+        report = self._report(bound, [n for n in layers if n not in chosen])
+        return Planned(bound, attributes, watched, doubtful, report)
 
     # -- additions to the plan -------------------------------------------------------------------------------
 

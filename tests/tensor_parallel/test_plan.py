@@ -288,3 +288,60 @@ def built_without_a_seed(alike: bool) -> list[str]:
 def test_ranks_with_different_values_are_warned(alike: bool, platform: str, world_size: int) -> None:
     for messages in run_distributed(built_without_a_seed, alike, platform=platform, world_size=world_size):
         assert len(messages) == (0 if alike else 1)
+
+
+NORMS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "a norm alone": ({"model.norm": "sequence_parallel"}, ["model.norm"]),
+    "its gradient summed": ({"model.norm": "replicated_with_grad_allreduce"}, ["model.norm"]),
+    "beside layers on whole activations": (
+        {"model.norm": "sequence_parallel", "model.layers.*.mlp.up_proj": "colwise",
+         "model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
+        ["model.norm"],
+    ),
+    "the whole plan": ({}, []),
+}  # fmt: skip
+"""Plans, and the norms whose gradients they sum for no visible reason."""
+
+
+def doubts(case: str) -> list[str]:
+    """Warnings of such gradients."""
+    import warnings
+
+    from hyper_parallel.tensor_parallel.plan import parallelize_module
+    from tests.tensor_parallel.adapters import this_adapter
+
+    adapter = this_adapter()
+    plan: Any = NORMS[case][0] or "auto"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize_module(adapter.module("own_llama", False, 2), adapter.mesh, plan, sequence_parallel=plan == "auto")
+    return [str(w.message) for w in caught if "sums the gradients" in str(w.message)]
+
+
+@on_groups(1, 2)
+@pytest.mark.parametrize("case", NORMS)
+def test_sums_of_whole_gradients_are_warned(case: str, platform: str, world_size: int) -> None:
+    names = NORMS[case][1] if world_size > 1 else []
+    for messages in run_distributed(doubts, case, platform=platform, world_size=world_size):
+        assert len(messages) == len(names)
+        assert all(f"gradients of {', '.join(names)} over" in m and "become 2 times too large" in m for m in messages)
+
+
+def reasons() -> list[list[str]]:
+    """Norms in doubt, of plans that cut a sequence or heads, and of heads elsewhere."""
+    from hyper_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, Shard
+    from hyper_parallel.tensor_parallel.prepare import SummedGradients
+    from hyper_parallel.tensor_parallel.summed import summed_without_parts
+
+    plans = [
+        {"norm": SequenceParallel(), "mlp.down": RowwiseParallel(output_layouts=Shard(1))},
+        {"attn.q_norm": SummedGradients(), "attn.q_proj": ColwiseParallel()},
+        {"norm": SummedGradients(), "attn.q_proj": ColwiseParallel()},
+        {"": SequenceParallel()},
+    ]
+    return [summed_without_parts({name: (name, style) for name, style in plan.items()}) for plan in plans]
+
+
+@on_groups(1)
+def test_what_cuts_activations(platform: str, world_size: int) -> None:
+    assert run_distributed(reasons, platform=platform, world_size=world_size) == [[[], [], ["norm"], []]]
