@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from hyper_parallel.core.placement_types import Shard
@@ -26,8 +25,8 @@ def summed_without_parts(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> lis
         isinstance(x, Shard) and x.dim not in (-1, 2)
         for _, style in chosen.values()
         if not isinstance(style, SequenceParallel)
-        for f in fields(style)
-        for x in _leaves(getattr(style, f.name))
+        for value in vars(style).values()
+        for x in _leaves(value)
     )
     heads = {name.rpartition(".")[0] for name, (_, style) in chosen.items() if isinstance(style, ColwiseParallel)}
     return [
