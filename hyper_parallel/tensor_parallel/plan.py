@@ -111,9 +111,9 @@ def parallelize_module(
     if planned.doubtful:
         warnings.warn(
             f"the plan sums the gradients of {', '.join(planned.doubtful)} over the ranks, and nothing in it cuts "
-            f"their activations; expected that each rank has a part of these. Where they are whole, the gradients "
-            f"become {group.size} times too large: leave these modules out of the plan, or let it cut their input (layouts "
-            "Shard(1) of the layers around them)",
+            "their activations; expected that each rank has a part of these. Where they are whole, the gradients "
+            f"become {group.size} times too large: leave these modules out of the plan, or let it cut their input "
+            "(layouts Shard(1) of the layers around them)",
             stacklevel=2,
         )
     _apply(planned, group)
