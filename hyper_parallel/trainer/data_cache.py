@@ -17,6 +17,7 @@ from tqdm import tqdm
 from hyper_parallel.trainer.data_files import encode_files
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.data_tokens import DataError, Piece, Tokens, collect, read_all
+from hyper_parallel.trainer.output_folder import MARK
 from hyper_parallel.trainer.text import find_files
 from hyper_parallel.trainer.tokenizer import Tokenizer, load_tokenizer
 
@@ -27,7 +28,11 @@ _VERSION = 1
 
 
 def open_tokens(
-    path: Path | None, options: TextOptions, cache: Path | None = None, left_out: Sequence[Path] = ()
+    path: Path | None,
+    options: TextOptions,
+    cache: Path | None = None,
+    left_out: Sequence[Path] = (),
+    written: list[Path] | None = None,
 ) -> Tokens:
     """The token ids of a data set.
 
@@ -39,13 +44,15 @@ def open_tokens(
         options: how to read it.
         cache: a folder, made when missing, and no part of the data set; None: in memory.
         left_out: folders that are no part of the data set either.
+        written: gets those that are none since commands have written into them.
 
     Raises:
         FileNotFoundError: there is no such path, or nothing in it.
         DataError: the text or the tokenizer cannot be used.
         OSError: a file cannot be read or written.
     """
-    files, tokenizer = find_files(path, [*left_out, *([] if cache is None else [cache])]), load_tokenizer(options)
+    files = find_files(path, [*left_out, *([] if cache is None else [cache])], written)
+    tokenizer = load_tokenizer(options)
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     if cache is None:
         found = read_all(_pieces(files, options, tokenizer), dtype)
@@ -131,7 +138,7 @@ def _nothing(path: Path | None) -> DataError:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Nobody else is in here with this folder, where its file system can tell; else both do the same work."""
-    with open(folder / "lock", "ab") as stream:
+    with open(folder / MARK, "ab") as stream:
         with contextlib.suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield  # closing the file lets the next one in

@@ -10,8 +10,11 @@ from hyper_parallel.trainer.data_cache import open_tokens
 from hyper_parallel.trainer.data_tokens import DataError, Tokens
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import SINGLE_PROCESS_FOLDER
+from hyper_parallel.trainer.worker import speaks_for_job
 
 __all__ = ["open_text", "pack", "token_cache"]
+
+_NAMED = 3
 
 
 def token_cache(options: TrainOptions) -> Path:
@@ -24,7 +27,7 @@ def open_text(options: TrainOptions, path: Path | None = None) -> PackedText:
 
     The process that starts the workers calls this before they do: they find the token ids ready, and it has told what
     is wrong with the text, if anything. The output folder and that of the token ids are no part of it, wherever they
-    lie.
+    lie, nor are those of other runs, which it names in one line.
 
     Raises:
         FileNotFoundError: there is no text.
@@ -33,10 +36,16 @@ def open_text(options: TrainOptions, path: Path | None = None) -> PackedText:
     """
     source, output = path or options.data, options.output
     # The second run of a comparison writes into the folder of the first, and must read the same text.
-    written = [output.parent] if output.name == SINGLE_PROCESS_FOLDER else [output]
-    if source is not None and os.path.realpath(source) in map(os.path.realpath, written):
+    own = [output.parent] if output.name == SINGLE_PROCESS_FOLDER else [output]
+    if source is not None and os.path.realpath(source) in map(os.path.realpath, own):
         raise DataError(f"{source} is the output folder, and what is written there is no text; choose another output")
-    return pack(open_tokens(source, options.text, token_cache(options), written), options)
+    written: list[Path] = []
+    tokens = open_tokens(source, options.text, token_cache(options), own, written)
+    if written and speaks_for_job(os.environ):
+        more = f" and {len(written) - _NAMED} more" if len(written) > _NAMED else ""
+        named = ", ".join(map(str, written[:_NAMED]))
+        print(f"no part of the text of {source}, since commands have written there: {named}{more}", flush=True)
+    return pack(tokens, options)
 
 
 def pack(tokens: Tokens, options: TrainOptions) -> PackedText:

@@ -26,7 +26,7 @@ from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.launch_environment import is_worker
 from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions
-from hyper_parallel.trainer.output_folder import check_output
+from hyper_parallel.trainer.output_folder import check_output, mark_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.summary import encode_json
 from hyper_parallel.trainer.train_command import run_reporting
@@ -70,6 +70,7 @@ def _run(arguments: Sequence[str]) -> int:
         check_output(options.output)
         check_model(source.options)
         open_text(source.options)
+        mark_output(options.output)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     command = [sys.executable, "-m", "hyper_parallel", "eval", *arguments]
@@ -144,7 +145,7 @@ def _work(options: EvalOptions, source: _Source) -> int:
             "tokens": found.tokens,
             "weights": str(options.weights),
         }
-        options.output.mkdir(parents=True, exist_ok=True)
+        mark_output(options.output)
         (options.output / EVAL_FILE).write_text(encode_json(row, indent=2) + "\n", encoding="utf-8")
         print(
             f"{source.folder}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, "

@@ -17,6 +17,7 @@ from hyper_parallel.core.device_mesh import DeviceMesh
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.platform import Tensor
 from hyper_parallel.platform.training import TrainingTools
+from hyper_parallel.trainer.output_folder import mark_output
 from hyper_parallel.trainer.summary import encode_json
 from hyper_parallel.trainer.tensorboard_log import TensorBoardLog
 from hyper_parallel.trainer.validation import Validation
@@ -90,7 +91,7 @@ class MetricsLog:
         self._bar: Any = None
         self._events: TensorBoardLog | None = None
         if get_platform().rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            mark_output(path.parent)
             draft = path.with_name(f".{path.name}.part")
             draft.write_text("".join(encode_json(row) + "\n" for row in kept), encoding="utf-8")
             draft.replace(path)  # at once: a job that is killed here has not lost its history

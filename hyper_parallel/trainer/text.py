@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hyper_parallel.trainer.data_tokens import DataError
+from hyper_parallel.trainer.output_folder import what_is_written
+
 __all__ = ["ByteTokenizer", "find_files"]
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -62,16 +65,19 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
-def find_files(path: Path | None, left_out: Sequence[Path] = ()) -> list[Path]:
+def find_files(path: Path | None, left_out: Sequence[Path] = (), written: list[Path] | None = None) -> list[Path]:
     """The files of a data set, in an order that is the same everywhere.
 
     Args:
         path: a file; or a folder, whose text files are taken at any depth (hidden ones and those with a zero
             byte near the beginning are left out); or None for the source of Python's standard library.
         left_out: folders that do not belong to it, though they may lie in it.
+        written: gets those that are left out besides, since commands have written into them: output folders, kept token
+            ids, checkpoints, models.
 
     Raises:
         FileNotFoundError: there is no such path, or nothing in it.
+        DataError: the path is itself such a folder.
     """
     elsewhere = frozenset(os.path.realpath(folder) for folder in left_out)
     if path is None:
@@ -79,7 +85,11 @@ def find_files(path: Path | None, left_out: Sequence[Path] = ()) -> list[Path]:
         found = [f for f in _walk(root, _NOT_THE_LIBRARY) if f.suffix == ".py"]
     elif path.is_dir():
         root = path
-        found = [f for f in _walk(root, frozenset({"__pycache__"}), elsewhere) if not _is_binary(f)]
+        if kind := what_is_written(root, os.listdir(root)):
+            raise DataError(f"{root} holds {kind}, and no text; name the folder that the text is in, or a file")
+        written = [] if written is None else written
+        found = [f for f in _walk(root, frozenset({"__pycache__"}), elsewhere, written) if not _is_binary(f)]
+        written.sort()
     elif path.is_file():
         return [path]
     else:
@@ -89,8 +99,18 @@ def find_files(path: Path | None, left_out: Sequence[Path] = ()) -> list[Path]:
     return sorted(found, key=lambda f: f.relative_to(root).as_posix())
 
 
-def _walk(root: Path, names_left_out: frozenset[str], elsewhere: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _walk(
+    root: Path,
+    names_left_out: frozenset[str],
+    elsewhere: frozenset[str] = frozenset(),
+    written: list[Path] | None = None,
+) -> Iterator[Path]:
+    """The files; ``written`` gets folders that are not entered because of what they hold."""
     for folder, subfolders, names in os.walk(root):
+        if written is not None and what_is_written(Path(folder), names):
+            written.append(Path(folder))
+            subfolders.clear()
+            continue
         place = os.path.realpath(folder)
         subfolders[:] = [
             s

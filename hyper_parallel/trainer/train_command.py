@@ -13,7 +13,7 @@ from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
-from hyper_parallel.trainer.output_folder import check_output
+from hyper_parallel.trainer.output_folder import check_output, mark_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.report import describe_run, missing_packages
 from hyper_parallel.trainer.summary import RunSummary
@@ -94,6 +94,7 @@ def check(options: TrainOptions) -> None:
         check_output(options.output)
         check_model(options)
         open_texts(options)
+        mark_output(options.output)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
 

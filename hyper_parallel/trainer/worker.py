@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["ERROR_FILE", "LIFELINE", "ErrorNote", "run_guarded"]
+__all__ = ["ERROR_FILE", "LIFELINE", "ErrorNote", "run_guarded", "speaks_for_job"]
 
 ERROR_FILE = "HYPER_PARALLEL_ERROR_FILE"
 """Environment variable: where a worker writes why it failed."""
@@ -71,6 +71,12 @@ def run_guarded(work: Callable[[], int]) -> int:
         note = ErrorNote(type(error).__name__, str(error), trace, time.time())
         note.write(Path(os.environ[ERROR_FILE]))
         _leave(1)
+
+
+def speaks_for_job(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the one to say what all processes of its job find: the launcher, else the first rank."""
+    rank = environment.get("RANK", environment.get("RANK_ID", "0"))
+    return ERROR_FILE not in environment and rank == "0" and environment.get("MS_ROLE") != "MS_SCHED"
 
 
 def _die_with_launcher(descriptor: int) -> None:

@@ -13,6 +13,7 @@ import hyper_parallel
 from hyper_parallel import cli
 from hyper_parallel.trainer import data_cache, report, train_command
 from hyper_parallel.trainer.matrix_command import describe_matrix
+from hyper_parallel.trainer.output_folder import MARK
 
 CONTENT = {
     "versions": {"Python": "3.11.7", "PyTorch": "2.13.0+cpu", "MindSpore": "2.10.0"},
@@ -136,7 +137,7 @@ def test_ctrl_c_while_text_is_read_ends_the_command(
     Path("data.txt").write_text("some text " * 20)
     assert cli.main([command, "--data", "data.txt", *SMALL]) == 130
     assert capsys.readouterr().err == f"\nhyper-parallel {command}: stopped by SIGINT\n"
-    assert [f.name for f in Path("out/tokens").iterdir()] == ["lock"]
+    assert [f.name for f in Path("out/tokens").iterdir()] == [MARK]
 
 
 @pytest.mark.parametrize(

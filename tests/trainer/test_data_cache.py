@@ -19,6 +19,7 @@ from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.data_tokens import DataError
 from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
+from hyper_parallel.trainer.output_folder import MARK, mark_output
 from hyper_parallel.trainer.text import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
 
 
 def lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -114,7 +116,7 @@ def test_ids_are_kept_mapped_and_made_anew_when_something_changes(tmp_path: Path
     assert (first.checksum, first.highest) == (in_memory.checksum, in_memory.highest) and first.highest == EOS
 
     def files() -> dict[str, int]:
-        return {f.name: f.stat().st_mtime_ns for f in cache.iterdir() if f.name != "lock"}
+        return {f.name: f.stat().st_mtime_ns for f in cache.iterdir() if f.name != MARK}
 
     before = files()
     assert len(before) == 3
@@ -144,6 +146,45 @@ def test_what_the_job_writes_is_no_text(tmp_path: Path, monkeypatch: pytest.Monk
         open_text(replace(options, data=Path("runs/a")))
 
 
+def test_what_other_commands_have_written_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In folders with the mark, and in those copied without it; a data set may have files of such names."""
+    monkeypatch.chdir(tmp_path)
+    options = TrainOptions(data=Path("."), output=Path("own"), training=TrainingOptions(1, 8))
+    for name, content in {
+        "a.txt": "some text " * 9,
+        "sets/metrics.jsonl": '{"text": "a"}\n',
+        "sets/state.json": "{}",
+        "sets/config.json": "{}",
+    }.items():
+        lines(tmp_path / name, content)
+    expected = open_text(options).fingerprint
+    assert not capsys.readouterr().out
+    mark_output(tmp_path / "runs/marked")
+    for name, content in {
+        "runs/marked/logs/rank1.log": "said",
+        "runs/copied/metrics.jsonl": '{"step": 1, "loss": 5.5, "grad_norm": 2.0}\n',
+        "runs/copied/tensorboard/note": "text",
+        "best/manifest.json": "{}",
+        "best/state.json": "{}",
+        "best/model/config.json": "{}",
+        "exported/config.json": "{}",
+        "exported/model.safetensors": "weights",
+        "own/tokens/old.json": "{}",
+    }.items():
+        lines(tmp_path / name, content)
+    assert open_text(options).fingerprint == expected
+    said = "no part of the text of ., since commands have written there: best, exported, runs/copied and 1 more\n"
+    assert capsys.readouterr().out == said
+    for rank, expected_words in (("0", said), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        open_text(options)
+        assert capsys.readouterr().out == expected_words
+    with pytest.raises(DataError, match="runs/marked holds output of hyper-parallel, and no text; name the folder"):
+        open_text(replace(options, data=Path("runs/marked")))
+
+
 @pytest.mark.parametrize("damage", ["ids", "starts", "json", "nonsense"])
 def test_damaged_files_are_made_anew(damage: str, tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
@@ -162,11 +203,11 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     path, cache = lines(tmp_path / "a.jsonl", {"text": "a"}, "[\n"), tmp_path / "cache"
     with pytest.raises(DataError, match="a.jsonl:2"):
         open_tokens(path, TextOptions(), cache)
-    assert [f.name for f in cache.iterdir()] == ["lock"]
+    assert [f.name for f in cache.iterdir()] == [MARK]
     lines(path, {"text": ""})
     with pytest.raises(DataError, match="every file or document is empty"):
         open_tokens(path, TextOptions(), cache)
-    assert [f.name for f in cache.iterdir()] == ["lock"]
+    assert [f.name for f in cache.iterdir()] == [MARK]
 
 
 def test_several_processes_may_ask_at_once(tmp_path: Path) -> None:
