@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from hyper_parallel.tensor_parallel.checkpoint_files import open_checkpoint
 from tests.trainer.small_jobs import train, write_text
 
 pytestmark = pytest.mark.platform("torch")
@@ -82,13 +84,22 @@ NARROW = {
 }
 
 
-def test_bfloat16_goes_on_from_a_checkpoint_as_if_never_stopped(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["1x2", "ddp 2x1, two parts", "fsdp 2x1"])
+def test_bfloat16_goes_on_from_a_checkpoint_as_if_never_stopped(name: str, text: Path, tmp_path: Path) -> None:
     """The optimizer's float32 values come back, not those that the model computed in."""
-    steady = (*BF16, "--optimizer.final-lr-ratio", "1")
-    through = train(text, 1, 2, *steady, "--output", str(tmp_path / "through"))
+    dp, tp, arguments = NARROW[name]
+    steady = (*BF16, *arguments, "--optimizer.final-lr-ratio", "1")
+    through = train(text, dp, tp, *steady, "--output", str(tmp_path / "through"))
+    assert all(0 < norm < math.inf for norm in through["grad_norm"].values())
     halves = (*steady, "--checkpoint.enable", "--output", str(tmp_path / "halves"))
-    train(text, 1, 2, *halves, "--steps", "2")
-    assert train(text, 1, 2, *halves)["loss"] == through["loss"]
+    train(text, dp, tp, *halves, "--steps", "2")
+    assert train(text, dp, tp, *halves)["loss"] == through["loss"]
+    folder = tmp_path / "halves/checkpoints/step_000004"
+    optimizer, model = (open_checkpoint(folder / kind).tensors for kind in ("optimizer", "model"))
+    # where the parameters themselves have fewer bits, those that they are rounded from are the optimizer's
+    wide = model if FSDP[1] in arguments else {k: t for k, t in optimizer.items() if k.endswith(".float32")}
+    assert len(wide) == len(model)
+    assert {stored.entry.dtype for stored in [*optimizer.values(), *wide.values()]} == {"float32"}
 
 
 @pytest.mark.parametrize("name", NARROW)
