@@ -8,7 +8,7 @@ from pathlib import Path
 
 RELEASES = {
     "torch": ("2.8.0", "2.12.0", "2.13.0", "2.15.0"),
-    "mindspore": ("2.9.0", "2.10.0"),
+    "mindspore": ("2.10.0",),
 }
 """The oldest supported release comes first, except where an older one shows why it is not supported."""
 

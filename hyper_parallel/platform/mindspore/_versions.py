@@ -8,7 +8,7 @@ from hyper_parallel.errors import PlatformError
 
 __all__ = ["check_versions"]
 
-_OLDEST = (2, 10)
+_OLDEST = (2, 10)  # docs/versions.md says what was found on 2.9
 
 
 def check_versions() -> None:
