@@ -27,14 +27,11 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     sizes = sorted({(tokens, _CLASSES[1]) for tokens in _TOKENS} | {(_TOKENS[0], classes) for classes in _CLASSES})
     largest = max(tokens * classes for tokens, classes in sizes)
     pool = torch.randn(largest // size, generator=torch.Generator().manual_seed(rank))
-    room = torch.empty_like(pool)
     ways = {}
     for tokens, classes in sizes:
         loss = available_losses(Setting.make(tokens, classes), [_NAME])[0][_NAME]
         part = slice(0, tokens * classes // size)
-        ways[f"{tokens} x {classes}"] = partial(
-            measure_once, loss, pool[part].view(tokens, -1), room[part].view(tokens, -1)
-        )
+        ways[f"{tokens} x {classes}"] = partial(measure_once, loss, pool[part].view(tokens, -1))
     for way in ways.values():
         way()
     found = interleave(ways, 3 if options["quick"] else 7, dist.barrier)

@@ -27,13 +27,12 @@ def run(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Produced(torch.autograd.Function):
-    """Logits as a last layer would leave them: computed, so that in-place losses may overwrite them."""
+    """Logits as a last layer would leave them: computed, in memory of their own."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, logits: torch.Tensor, taken: list[torch.Tensor]) -> torch.Tensor:
         ctx.taken = taken
-        # the same memory, but no view: nothing that writes into it may notice a base
-        return logits.new_empty(0).set_(logits.untyped_storage(), 0, logits.shape, logits.stride())
+        return logits.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
@@ -49,11 +48,10 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     logits = torch.randn(tokens, width, generator=generator).to(dtype)
     losses, missing = available_losses(setting, case["only"])
-    room = torch.empty_like(logits)  # what a loss may overwrite, filled anew before each measurement
-    facts = {name: _facts(loss, logits, room) for name, loss in losses.items()}
+    facts = {name: _facts(loss, logits) for name, loss in losses.items()}
     _agree({name: fact["loss"] for name, fact in facts.items()})
     calls: dict[str, Callable[[], dict[str, float]]] = {
-        name: partial(measure_once, loss, logits, room) for name, loss in losses.items()
+        name: partial(measure_once, loss, logits) for name, loss in losses.items()
     }
     times = interleave(calls, case["repetitions"], dist.barrier)
     return {
@@ -66,45 +64,50 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _step(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> tuple[float, list[torch.Tensor], dict[str, float]]:
-    source = torch.zeros((), requires_grad=True)
-    taken: list[torch.Tensor] = []
-    with loss.around():
-        produced = Produced.apply(source, room, taken)
-        worked = time.process_time()
-        clock = Clock()
-        value = loss.compute(produced)
-        forward = clock.lap()
-        value.backward()
-        backward = clock.lap()
-        worked = time.process_time() - worked
-    times = {"forward": forward, "backward": backward, "both": forward + backward, "cpu": worked}
-    return float(value.detach()), taken, times
+def measure_once(loss: Loss, logits: torch.Tensor) -> dict[str, float]:
+    """Seconds of forward, backward and both, on logits made for the purpose."""
+    return _Step(loss, logits).run()
 
 
-def measure_once(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, float]:
-    """Seconds of forward, backward and both; ``room`` is where the logits are while the loss works on them."""
-    room.copy_(logits)
-    dist.barrier()
-    return _step(loss, logits, room)[2]
+class _Step:
+    """One forward and backward pass of a loss, on logits that are there before it starts."""
+
+    def __init__(self, loss: Loss, logits: torch.Tensor) -> None:
+        self._loss = loss
+        self._gradients: list[torch.Tensor] = []
+        self._produced = [Produced.apply(torch.zeros((), requires_grad=True), logits, self._gradients)]
+
+    def run(self) -> dict[str, float]:
+        """As TorchTitan's Trainer does, let go of the logits between the passes, unless the loss is on kept ones."""
+        dist.barrier()
+        held = list(self._produced) if self._loss.keeps else []
+        with self._loss.around():
+            worked = time.process_time()
+            clock = Clock()
+            value = self._loss.compute(self._produced.pop())
+            forward = clock.lap()
+            value.backward()
+            backward = clock.lap()
+            worked = time.process_time() - worked
+        held.clear()
+        self.value = float(value.detach())
+        return {"forward": forward, "backward": backward, "both": forward + backward, "cpu": worked}
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        (gradient,) = self._gradients
+        return gradient.detach()
 
 
-def _facts(loss: Loss, logits: torch.Tensor, room: torch.Tensor) -> dict[str, Any]:
+def _facts(loss: Loss, logits: torch.Tensor) -> dict[str, Any]:
     """What needs no repetition; this also warms up."""
-    found: dict[str, Any] = {}
     meter = TrafficMeter()
-
-    def step() -> None:
-        with meter:
-            found["loss"], found["gradient"], _ = _step(loss, logits, room)
-
-    room.copy_(logits)
-    dist.barrier()
-    peak = peak_extra_bytes(step)
-    (gradient,) = found["gradient"]
+    step = _Step(loss, logits)
+    with meter:
+        peak = peak_extra_bytes(step.run)
     return {
-        "loss": found["loss"],
-        "gradient": float(gradient.detach().abs().sum(dtype=torch.float64)),
+        "loss": step.value,
+        "gradient": float(step.gradient.abs().sum(dtype=torch.float64)),
         "peak_bytes": peak,
         "collectives": dict(meter.calls),
         "bytes_sent": meter.bytes_sent,

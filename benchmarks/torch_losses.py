@@ -24,6 +24,8 @@ class Loss:
     compute: Callable[[torch.Tensor], torch.Tensor]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     """What forward and backward have to run in."""
+    keeps: bool = False
+    """Whether the caller holds on to the logits meanwhile."""
 
 
 @dataclass
@@ -49,8 +51,9 @@ def available_losses(setting: Setting, only: list[str] | None = None) -> tuple[d
     makers = {
         "ours: context, DTensor": _context,
         "ours: context, torch DTensor": _context_native,
-        "ours: functional": partial(_functional, inplace=False),
-        "ours: functional, in place": partial(_functional, inplace=True),
+        "ours: functional": _functional,
+        "ours: functional, logits kept": partial(_functional, keep=True),
+        "ours: functional, in place": partial(_functional, inplace=True, keep=True),
         "PyTorch loss_parallel": _pytorch,
         "TorchTitan": _torchtitan,
         "Megatron-Core": partial(_megatron, keep=False),
@@ -90,13 +93,13 @@ def _context_native(setting: Setting) -> Loss:
     return Loss(loss)
 
 
-def _functional(setting: Setting, inplace: bool) -> Loss:
+def _functional(setting: Setting, inplace: bool = False, keep: bool = False) -> Loss:
     function = importlib.import_module("hyper_parallel.loss_parallel.functional").vocab_parallel_cross_entropy
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return function(x, setting.target, setting.mesh["tp"], num_classes=setting.classes, inplace=inplace)
 
-    return Loss(loss)
+    return Loss(loss, keeps=keep)
 
 
 def _pytorch(setting: Setting) -> Loss:

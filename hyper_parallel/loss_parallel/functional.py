@@ -54,8 +54,9 @@ def vocab_parallel_cross_entropy(
         label_smoothing: e of ``(1-e) w_y (lse - x_y) + e/V sum_c w_c (lse - x_c)``, as PyTorch has it.
         z_loss: adds ``z_loss * lse^2`` to each token's loss (arXiv 2204.02311); with ``"mean"``, and class weights, it
             is divided by the sum of the weights like the rest.
-        inplace: the gradient takes the memory of the logits, which must be computed ones. Their values are lost in
-            backward. No effect under ``torch.compile``.
+        inplace: the gradient takes the memory of the logits, which must be computed ones, whoever still holds them.
+            Their values are lost in backward. No effect under ``torch.compile``. (Without it PyTorch's eager backward
+            takes that memory where nobody else holds it.)
         validate: agree with the other ranks on the arguments and look at the targets first: whatever one rank finds
             wrong, or says differently, is the same error on every rank. False: each rank looks at its own shapes and
             options, and where it alone raises the others wait for it; a target outside ``[0, V)`` gives NaN for its

@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from hyper_parallel.platform.torch import _huge_pages  # noqa: E402
 from tests.harness import run_distributed  # noqa: E402
 
+BARE = {"reports_free_pages": lambda: False}  # not in a virtual machine that gives free memory back
+
 pytestmark = [
     pytest.mark.platform("torch"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="huge pages are asked for on Linux only"),
@@ -23,7 +25,9 @@ pytestmark = [
 
 def test_whole_pages_of_large_tensors() -> None:
     asked: list[tuple[int, int, int]] = []
-    with patch.multiple(_huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0):
+    with patch.multiple(
+        _huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0, **BARE
+    ):
         small = _huge_pages.empty_like(torch.empty(1000))
         assert small.shape == (1000,) and asked == []
         large = _huge_pages.empty_like(torch.empty(4 << 20, dtype=torch.bfloat16).view(4, -1).t())
@@ -39,7 +43,7 @@ def test_not_in_fragmented_memory(tmp_path: Path) -> None:
     free.write_text("Node 0, zone   Normal  9000 800 70 60 50 40 30 20 10 10 3\n")
     asked: list[tuple[int, int, int]] = []
     with patch.multiple(
-        _huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _FREE_BLOCKS=free
+        _huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _FREE_BLOCKS=free, **BARE
     ):
         assert _huge_pages.free_huge_pages() == (10 * 2 + 3 * 4) << 20
         _huge_pages.empty_like(torch.empty(4 << 20))
@@ -51,9 +55,32 @@ def test_not_in_fragmented_memory(tmp_path: Path) -> None:
         assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "features", "reports"),
+    [("0x0005", "0110010100", True), ("0x0005", "0110000100", False), ("0x0001", "0110010100", False)],
+)
+def test_not_where_free_memory_goes_back_to_the_host(
+    tmp_path: Path, kind: str, features: str, reports: bool
+) -> None:
+    assert not _huge_pages.reports_free_pages.__wrapped__() or _huge_pages._VIRTIO.is_dir()
+    device = tmp_path / "virtio0"
+    device.mkdir()
+    (tmp_path / "virtio1").mkdir()  # one that tells nothing
+    (device / "device").write_text(f"{kind}\n")
+    (device / "features").write_text(f"{features}\n")
+    asked: list[tuple[int, int, int]] = []
+    with (
+        patch.multiple(_huge_pages, _advise=lambda: lambda *a: asked.append(a), _PLENTY=0, _VIRTIO=tmp_path),
+        patch.object(_huge_pages, "reports_free_pages", _huge_pages.reports_free_pages.__wrapped__),
+    ):
+        assert _huge_pages.reports_free_pages() == reports
+        _huge_pages.empty_like(torch.empty(4 << 20))
+    assert len(asked) == (0 if reports else 1)
+
+
 def test_the_call_is_taken() -> None:
     """The arguments are right: what the system refuses, it refuses for want of huge pages only."""
-    with patch.object(_huge_pages, "_PLENTY", 0):
+    with patch.multiple(_huge_pages, _PLENTY=0, **BARE):
         found = _huge_pages.empty_like(torch.empty(4 << 20)).fill_(1.0)
     assert float(found.sum()) == 4 << 20
 
@@ -75,7 +102,9 @@ def advised(entry: str) -> int:
     local, target = torch.randn(64, 1 << 16).requires_grad_(), torch.arange(64)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     asked: list[Any] = []
-    with patch.multiple(_huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0):
+    with patch.multiple(
+        _huge_pages, _advise=lambda: lambda *arguments: asked.append(arguments), _PLENTY=0, **BARE
+    ):
         if entry == "functional":
             loss = vocab_parallel_cross_entropy(local, target, mesh["tp"], num_classes=2 << 16)
         elif entry == "context":

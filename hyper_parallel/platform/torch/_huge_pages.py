@@ -5,7 +5,9 @@ pages of 2 MiB instead of 4 KiB there are 512 times fewer. PyTorch takes and ret
 ``mmap`` for each tensor anew, so the faults come with every step.
 
 Huge pages are asked for only where plenty of them are free. In fragmented memory the system would move pages about
-until there are some, which takes several times as long as the faults that it saves.
+until there are some, which takes several times as long as the faults that it saves. And not in a virtual machine that
+tells its host of large free blocks: the host takes that memory away within seconds, and to get it back at the first
+touch costs even more.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["empty_like", "free_huge_pages"]
+__all__ = ["empty_like", "free_huge_pages", "reports_free_pages"]
 
 _SMALLEST = 8 << 20
 """Bytes from which it is worth a system call: a few huge pages."""
@@ -28,6 +30,8 @@ _PLENTY = 4
 """How many times what is wanted has to be free: the other ranks of this machine want as much."""
 
 _FREE_BLOCKS = Path("/proc/buddyinfo")
+_VIRTIO = Path("/sys/bus/virtio/devices")
+_BALLOON, _REPORTS_FREE_PAGES = 5, 5  # a kind of device, and one of its features (virtio 1.2, 5.5)
 _HUGE_ORDER = ((2 << 20) // mmap.PAGESIZE).bit_length() - 1
 
 
@@ -37,7 +41,7 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     size = out.untyped_storage().nbytes()
     if size >= _SMALLEST and type(out) is torch.Tensor and out.device.type == "cpu":
         advise = _advise()
-        if advise is not None and free_huge_pages() >= _PLENTY * size:
+        if advise is not None and not reports_free_pages() and free_huge_pages() >= _PLENTY * size:
             start = -(-out.untyped_storage().data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             stop = out.untyped_storage().data_ptr() + size
             advise(start, (stop - start) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
@@ -54,6 +58,20 @@ def free_huge_pages() -> int:
         return 0
     pages = sum(count << order for zone in blocks for order, count in enumerate(zone) if order >= _HUGE_ORDER)
     return pages * mmap.PAGESIZE
+
+
+@lru_cache(None)
+def reports_free_pages() -> bool:
+    """Whether this is a virtual machine whose free memory goes back to its host."""
+    for device in _VIRTIO.glob("*"):
+        try:
+            kind = int((device / "device").read_text(), 16)
+            features = (device / "features").read_text()
+        except (OSError, ValueError):
+            continue
+        if kind == _BALLOON and features[_REPORTS_FREE_PAGES : _REPORTS_FREE_PAGES + 1] == "1":
+            return True
+    return False
 
 
 @lru_cache(None)

@@ -234,5 +234,10 @@ def _local_weight(state: LossState) -> torch.Tensor | None:
 
 
 def _writable(x: torch.Tensor) -> bool:
-    """Whether each element has memory of its own, as an expanded tensor's have not."""
-    return all(stride != 0 or size == 1 for size, stride in zip(x.shape, x.stride()))
+    """Whether each element has memory of its own, as those of an expanded or unfolded tensor have not."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True

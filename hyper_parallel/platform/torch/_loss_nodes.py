@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions, TokenOutputs
 from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
@@ -18,6 +19,7 @@ from hyper_parallel.platform.torch._loss_forward import (
 from hyper_parallel.platform.torch._loss_gradients import LossState, log_softmax_grad, sum_over_classes
 from hyper_parallel.platform.torch._loss_rows import autocast_off, statistics_dtype
 from hyper_parallel.platform.torch._loss_targets import at_index, place_targets, put_at_index
+from hyper_parallel.platform.torch._sole_holder import is_sole_holder, to_be_saved
 from hyper_parallel.platform.torch.collectives import all_reduce
 from hyper_parallel.platform.torch.custom_grad import differentiable_once
 
@@ -25,10 +27,30 @@ __all__ = ["CrossEntropy", "LogSoftmax", "NllLoss"]
 
 
 class CrossEntropy(torch.autograd.Function):
+    """Where nobody but this node holds the logits at the time of backward, their gradient takes their memory."""
+
+    @classmethod
+    def of(
+        cls,
+        local_logits: torch.Tensor,
+        dim: int,
+        target: torch.Tensor,
+        shard: ClassShard,
+        weight: torch.Tensor | None,
+        options: LossOptions,
+    ) -> TokenOutputs:
+        """Apply it."""
+        tie = local_logits
+        if torch.is_grad_enabled() and local_logits.requires_grad:
+            # On the logits' graph, but not on their memory: with it a gradient of the gradient is noticed.
+            tie = local_logits.narrow(dim, 0, 0).clone()
+        return TokenOutputs(*cls.apply(local_logits, tie, dim, target, shard, weight, options))
+
     @staticmethod
     def forward(
         ctx: Any,
         local_logits: torch.Tensor,
+        tie: torch.Tensor,
         dim: int,
         target: torch.Tensor,
         shard: ClassShard,
@@ -38,7 +60,8 @@ class CrossEntropy(torch.autograd.Function):
         loss, token_weight, state = distributed_nll_loss_forward(
             local_logits, dim, target, shard, weight, options
         )
-        ctx.save_for_backward(local_logits, weight, *state.tensors)
+        kept, ctx.may_be_sole = to_be_saved(local_logits)
+        ctx.save_for_backward(kept, tie, weight, *state.tensors)
         ctx.dim, ctx.shard, ctx.options, ctx.smoothing, ctx.spent = dim, shard, options, state.smoothing, False
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(token_weight)
@@ -54,8 +77,11 @@ class CrossEntropy(torch.autograd.Function):
                 "backward can run once"
             )
         ctx.spent = ctx.options.inplace
-        local_logits, weight, *tensors = ctx.saved_tensors
-        state = LossState.of(tensors, weight, ctx.smoothing, ctx.shard, ctx.options)
+        local_logits, tie, weight, *tensors = ctx.saved_tensors
+        options = ctx.options
+        if ctx.may_be_sole and not options.inplace and is_sole_holder(local_logits):
+            options = replace(options, inplace=True)
+        state = LossState.of(tensors, weight, ctx.smoothing, ctx.shard, options)
         grad_loss, _, grad_log_prob, grad_entropy = grads
         if grad_loss is None:
             grad_loss = torch.zeros_like(state.slope)
@@ -63,8 +89,8 @@ class CrossEntropy(torch.autograd.Function):
             grad_loss, local_logits, ctx.dim, state, grad_log_prob, grad_entropy
         )
         given = [g for g in (grad_loss, grad_log_prob, grad_entropy) if g is not None]
-        once = differentiable_once("the class-sharded cross_entropy", grad, *given, local_logits)
-        return once, None, None, None, None, None
+        once = differentiable_once("the class-sharded cross_entropy", grad, *given, tie)
+        return once, None, None, None, None, None, None
 
 
 class LogSoftmax(torch.autograd.Function):

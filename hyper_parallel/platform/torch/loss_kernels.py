@@ -58,7 +58,7 @@ class TorchLossKernels(LossKernels):
         options: LossOptions,
     ) -> TokenOutputs:
         self._ensure_valid("cross_entropy", local_logits, dim, target, shard, weight, options)
-        return TokenOutputs(*CrossEntropy.apply(local_logits, dim, target, shard, weight, options))
+        return CrossEntropy.of(local_logits, dim, target, shard, weight, options)
 
     def nll_loss(
         self,
