@@ -3,6 +3,7 @@
     nox -s torch                 every PyTorch release in tools/releases.py
     nox -s "torch(2.8.0)"        one of them
     nox -s mindspore
+    nox -s refused               older ones: the library says so, and nothing else happens
     nox -s torch -- tests/core   a part of the suite, which is not written down
 
 A release is installed with all that it depends on, for PyTorch several gigabytes.
@@ -16,7 +17,17 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent))  # nox itself runs from elsewhere
-from tools.releases import PART, RELEASES, write_result  # noqa: E402
+from tools.releases import PART, REFUSED, RELEASES, write_refusal, write_result  # noqa: E402
+
+_ASK = """
+import sys
+from hyper_parallel import get_platform
+try:
+    get_platform(sys.argv[1])
+    print("it is accepted")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}".replace(chr(10), " "))
+"""
 
 nox.options.reuse_existing_virtualenvs = True
 
@@ -49,3 +60,17 @@ def torch(session: nox.Session, release: str) -> None:
 def mindspore(session: nox.Session, release: str) -> None:
     """MindSpore's tests."""
     _run(session, "mindspore", release)
+
+
+@nox.session
+@nox.parametrize("release", REFUSED, ids=REFUSED)
+def refused(session: nox.Session, release: str) -> None:
+    """What the library says of a release that is too old."""
+    framework, number = release.split()
+    session.install(f"{framework}=={number}")
+    session.install("-e", ".")
+    found = session.run("python", "-c", _ASK, framework, silent=True)
+    message = str(found).strip().splitlines()[-1]
+    if not message.startswith("PlatformError: "):
+        session.error(f"{release} is not refused: {message}")
+    write_refusal(framework, number, message.removeprefix("PlatformError: "))

@@ -100,7 +100,8 @@ class _Step:
 
 
 def _facts(loss: Loss, logits: torch.Tensor) -> dict[str, Any]:
-    """What needs no repetition; this also warms up."""
+    """What needs no repetition, of a second call: the first loads modules and connects the ranks."""
+    _Step(loss, logits).run()
     meter = TrafficMeter()
     step = _Step(loss, logits)
     with meter:

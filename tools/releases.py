@@ -7,16 +7,20 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 RELEASES = {
-    "torch": ("2.8.0", "2.12.0", "2.13.0", "2.15.0"),
+    "torch": ("2.12.0", "2.13.0", "2.15.0"),
     "mindspore": ("2.10.0",),
 }
-"""The oldest supported release comes first, except where an older one shows why it is not supported."""
+"""The oldest supported release comes first."""
+
+REFUSED = ("torch 2.8.0", "mindspore 2.9.0")
+"""Older ones, which have to be refused by name."""
 
 PART = tuple(f"tests/{name}" for name in ("conformance", "core", "torch", "mindspore", "tensor_parallel", "checkpoint"))
 """What depends on a release: all but documentation, the trainer's processes and the harness."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
 _ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
+_REFUSED_ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| ([^|\n]*[a-z][^|\n]*) \|$", re.MULTILINE)
 _NAMES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 
 
@@ -43,6 +47,23 @@ def write_result(framework: str, release: str, report: str) -> int:
     found = list(_ROW.finditer(page))
     PAGE.write_text(page[: found[0].start()] + "\n".join(lines) + page[found[-1].end() :], encoding="utf-8")
     return failed
+
+
+def read_refusals(page: str) -> dict[tuple[str, str], str]:
+    """From (framework, release) to what is said on it."""
+    return {(m[1], m[2]): m[3] for m in _REFUSED_ROW.finditer(page)}
+
+
+def write_refusal(framework: str, release: str, message: str) -> None:
+    """Put into the page what ``get_platform()`` says of a release that is not supported."""
+    page = PAGE.read_text(encoding="utf-8")
+    rows = read_refusals(page) | {(_NAMES[framework], release): message}
+    lines = [
+        f"| {name} | {number} | {rows[name, number]} |"
+        for name, number in sorted(rows, key=lambda row: (row[0] != "PyTorch", numbers(row[1])))
+    ]
+    found = list(_REFUSED_ROW.finditer(page))
+    PAGE.write_text(page[: found[0].start()] + "\n".join(lines) + page[found[-1].end() :], encoding="utf-8")
 
 
 def _count(report: Path) -> tuple[int, int, int]:

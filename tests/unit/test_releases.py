@@ -34,6 +34,29 @@ def test_supported_pytorch_has_been_tried() -> None:
     assert pinned is not None and pinned[1] in good
 
 
+def test_older_releases_are_refused_by_name() -> None:
+    found = releases.read_refusals(PAGE)
+    assert {f"{'torch' if name == 'PyTorch' else 'mindspore'} {release}" for name, release in found} == set(
+        releases.REFUSED
+    )
+    for (name, release), message in found.items():
+        oldest = supported(name)
+        assert releases.numbers(release) < oldest
+        assert re.match(rf"{name} {re.escape(release)}\S* is too old; expected at least {oldest[0]}\.{oldest[1]}$", message)
+
+
+def test_a_refusal_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "versions.md"
+    page.write_text("| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| MindSpore | 2.9.0 | not asked |\n\nafter\n")
+    monkeypatch.setattr(releases, "PAGE", page)
+    releases.write_refusal("mindspore", "2.9.0", "2.9.0 is too old")
+    releases.write_refusal("torch", "2.8.0", "2.8.0 is too old")
+    assert page.read_text() == (
+        "| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| PyTorch | 2.8.0 | 2.8.0 is too old |\n"
+        "| MindSpore | 2.9.0 | 2.9.0 is too old |\n\nafter\n"
+    )
+
+
 def test_no_supported_release_has_failures() -> None:
     for (name, release), (_, failed, _) in releases.read_results(PAGE).items():
         assert (failed == 0) == (releases.numbers(release)[:2] >= supported(name)), (name, release, failed)
