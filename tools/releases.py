@@ -20,7 +20,7 @@ PART = tuple(f"tests/{name}" for name in ("conformance", "core", "torch", "minds
 
 PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
 _ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
-_REFUSED_ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| ([^|\n]*[a-z][^|\n]*) \|$", re.MULTILINE)
+_REFUSED_ROW = re.compile(r"^\| (PyTorch|MindSpore) \| ([\w.]+) \| ([^|\n]*is too old[^|\n]*) \|$", re.MULTILINE)
 _NAMES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 
 

@@ -42,12 +42,13 @@ def test_older_releases_are_refused_by_name() -> None:
     for (name, release), message in found.items():
         oldest = supported(name)
         assert releases.numbers(release) < oldest
-        assert re.match(rf"{name} {re.escape(release)}\S* is too old; expected at least {oldest[0]}\.{oldest[1]}$", message)
+        expected = rf"{name} {re.escape(release)}\S* is too old; expected at least {oldest[0]}\.{oldest[1]}$"
+        assert re.match(expected, message), message
 
 
 def test_a_refusal_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "versions.md"
-    page.write_text("| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| MindSpore | 2.9.0 | not asked |\n\nafter\n")
+    page.write_text("| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| MindSpore | 2.9.0 | MindSpore is too old |\n\nafter\n")
     monkeypatch.setattr(releases, "PAGE", page)
     releases.write_refusal("mindspore", "2.9.0", "2.9.0 is too old")
     releases.write_refusal("torch", "2.8.0", "2.8.0 is too old")
