@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from hyper_parallel.trainer.launch_environment import ProcessPlan, plan_processes, without_launcher
-from hyper_parallel.trainer.worker import ERROR_FILE, LIFELINE, ErrorNote
+from hyper_parallel.trainer.worker import ERROR_FILE, LIFELINE, ErrorNote, begun_file
 
 __all__ = ["INTERRUPTED", "STOP_SECONDS", "JobFailed", "JobInterrupted", "run_job"]
 
@@ -57,8 +57,9 @@ class _Worker:
     log: Path | None
 
     def status(self) -> int | None:
-        """Exit status, or None while it runs."""
-        return self.process.poll()
+        """Exit status, or None while it runs; 1 when it has ended with 0 in the middle of its work."""
+        status = self.process.poll()
+        return 1 if status == 0 and begun_file(self.note).exists() else status
 
 
 def run_job(
@@ -181,7 +182,9 @@ def _one_line(note: ErrorNote | None) -> str:
 
 def _how_it_ended(worker: _Worker) -> str:
     status = worker.process.returncode
-    if status >= 0:
+    if status == 0:
+        return "it ended with exit status 0 before its work was done"
+    if status > 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name
     hint = " (the system does this when memory runs out)" if name == "SIGKILL" else ""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["ERROR_FILE", "LIFELINE", "ErrorNote", "run_guarded", "speaks_for_job"]
+__all__ = ["ERROR_FILE", "LIFELINE", "ErrorNote", "begun_file", "run_guarded", "speaks_for_job"]
 
 ERROR_FILE = "HYPER_PARALLEL_ERROR_FILE"
 """Environment variable: where a worker writes why it failed."""
@@ -53,6 +53,11 @@ class ErrorNote:
         draft.replace(path)
 
 
+def begun_file(note: Path) -> Path:
+    """Is there, beside the worker's note, while the worker has something left to do."""
+    return note.with_suffix(".begun")
+
+
 def run_guarded(work: Callable[[], int]) -> int:
     """Run what a worker has to do, and return its exit status.
 
@@ -63,13 +68,18 @@ def run_guarded(work: Callable[[], int]) -> int:
         threading.Thread(target=_die_with_launcher, args=(int(os.environ[LIFELINE]),), daemon=True).start()
     if ERROR_FILE not in os.environ:
         return work()
+    note_file = Path(os.environ[ERROR_FILE])
+    begun = begun_file(note_file)
+    begun.touch()
     try:
-        _leave(work())
+        status = work()
+        begun.unlink(missing_ok=True)
+        _leave(status)
     except Exception as error:
         # The note comes first: peers notice this rank's end only after it, so the oldest note is the cause.
         trace = "".join(traceback.format_exception(error))
         note = ErrorNote(type(error).__name__, str(error), trace, time.time())
-        note.write(Path(os.environ[ERROR_FILE]))
+        note.write(note_file)
         _leave(1)
 
 

@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10.0
 CASES = [
     pytest.param(platform, how, marks=pytest.mark.platform(platform))
-    for platform, how in (("torch", "an exception"), ("torch", "no memory"), ("mindspore", "no memory"))
+    for platform, how in (
+        ("torch", "an exception"),
+        ("torch", "no memory"),
+        ("mindspore", "no memory"),
+        ("mindspore", "an end that says that all is well"),
+    )
 ]
 
 WORK = """
@@ -42,6 +47,10 @@ sys.exit(run_guarded(work))
 """
 ENDS = {
     "an exception": ("raise RuntimeError('no such luck')", "rank 1 failed: RuntimeError: no such luck"),
+    "an end that says that all is well": (
+        "os._exit(0)",
+        "rank 1 failed: it ended with exit status 0 before its work was done",
+    ),
     "no memory": ("bytearray(1 << 60)", "rank 1 failed: MemoryError"),
 }
 
