@@ -1,7 +1,7 @@
 """The suite on several releases of the frameworks; each session writes its result into docs/versions.md.
 
     nox -s torch                 every PyTorch release in tools/releases.py
-    nox -s "torch(2.8.0)"        one of them
+    nox -s "torch(2.12.0)"       one of them
     nox -s mindspore
     nox -s refused               older ones: the library says so, and nothing else happens
     nox -s torch -- tests/core   a part of the suite, which is not written down

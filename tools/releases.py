@@ -38,14 +38,7 @@ def write_result(framework: str, release: str, report: str) -> int:
         report: path of the run's JUnit XML file.
     """
     passed, failed, skipped = _count(Path(report))
-    page = PAGE.read_text(encoding="utf-8")
-    rows = read_results(page) | {(_NAMES[framework], release): (passed, failed, skipped)}
-    lines = [
-        f"| {name} | {number} | {' | '.join(map(str, rows[name, number]))} |"
-        for name, number in sorted(rows, key=lambda row: (row[0] != "PyTorch", numbers(row[1])))
-    ]
-    found = list(_ROW.finditer(page))
-    PAGE.write_text(page[: found[0].start()] + "\n".join(lines) + page[found[-1].end() :], encoding="utf-8")
+    _put_row(_ROW, framework, release, f"{passed} | {failed} | {skipped}")
     return failed
 
 
@@ -56,13 +49,17 @@ def read_refusals(page: str) -> dict[tuple[str, str], str]:
 
 def write_refusal(framework: str, release: str, message: str) -> None:
     """Put into the page what ``get_platform()`` says of a release that is not supported."""
+    _put_row(_REFUSED_ROW, framework, release, message)
+
+
+def _put_row(pattern: re.Pattern[str], framework: str, release: str, cells: str) -> None:
+    """Into the table whose rows have the pattern, in order, in the place of the one that is there of this release."""
     page = PAGE.read_text(encoding="utf-8")
-    rows = read_refusals(page) | {(_NAMES[framework], release): message}
-    lines = [
-        f"| {name} | {number} | {rows[name, number]} |"
-        for name, number in sorted(rows, key=lambda row: (row[0] != "PyTorch", numbers(row[1])))
-    ]
-    found = list(_REFUSED_ROW.finditer(page))
+    found = list(pattern.finditer(page))
+    rows = {(m[1], m[2]): m[0] for m in found}
+    name = _NAMES[framework]
+    rows[name, release] = f"| {name} | {release} | {cells} |"
+    lines = [rows[key] for key in sorted(rows, key=lambda key: (key[0] != "PyTorch", numbers(key[1])))]
     PAGE.write_text(page[: found[0].start()] + "\n".join(lines) + page[found[-1].end() :], encoding="utf-8")
 
 

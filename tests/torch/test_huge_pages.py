@@ -62,7 +62,6 @@ def test_not_in_fragmented_memory(tmp_path: Path) -> None:
 def test_not_where_free_memory_goes_back_to_the_host(
     tmp_path: Path, kind: str, features: str, reports: bool
 ) -> None:
-    assert not _huge_pages.reports_free_pages.__wrapped__() or _huge_pages._VIRTIO.is_dir()
     device = tmp_path / "virtio0"
     device.mkdir()
     (tmp_path / "virtio1").mkdir()  # one that tells nothing

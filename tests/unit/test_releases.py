@@ -48,12 +48,13 @@ def test_older_releases_are_refused_by_name() -> None:
 
 def test_a_refusal_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "versions.md"
-    page.write_text("| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| MindSpore | 2.9.0 | MindSpore is too old |\n\nafter\n")
+    others = "| MindSpore | 2.10 | operators |\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n"  # rows of the other tables
+    page.write_text(f"{others}| MindSpore | 2.9.0 | MindSpore is too old |\n\nafter\n")
     monkeypatch.setattr(releases, "PAGE", page)
     releases.write_refusal("mindspore", "2.9.0", "2.9.0 is too old")
     releases.write_refusal("torch", "2.8.0", "2.8.0 is too old")
     assert page.read_text() == (
-        "| PyTorch | 2.9.0 | 1 | 0 | 0 |\n\n| PyTorch | 2.8.0 | 2.8.0 is too old |\n"
+        f"{others}| PyTorch | 2.8.0 | 2.8.0 is too old |\n"
         "| MindSpore | 2.9.0 | 2.9.0 is too old |\n\nafter\n"
     )
 

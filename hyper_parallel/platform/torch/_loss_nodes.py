@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions, TokenOutputs
+from hyper_parallel.platform.loss_kernels import ClassShard, LossOptions
 from hyper_parallel.platform.loss_statistics import IGNORED
 from hyper_parallel.platform.torch._loss_forward import (
     distributed_log_softmax,
@@ -27,24 +27,10 @@ __all__ = ["CrossEntropy", "LogSoftmax", "NllLoss"]
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Where nobody but this node holds the logits at the time of backward, their gradient takes their memory."""
+    """Where nobody but this node holds the logits at the time of backward, their gradient takes their memory.
 
-    @classmethod
-    def of(
-        cls,
-        local_logits: torch.Tensor,
-        dim: int,
-        target: torch.Tensor,
-        shard: ClassShard,
-        weight: torch.Tensor | None,
-        options: LossOptions,
-    ) -> TokenOutputs:
-        """Apply it."""
-        tie = local_logits
-        if torch.is_grad_enabled() and local_logits.requires_grad:
-            # On the logits' graph, but not on their memory: with it a gradient of the gradient is noticed.
-            tie = local_logits.narrow(dim, 0, 0).clone()
-        return TokenOutputs(*cls.apply(local_logits, tie, dim, target, shard, weight, options))
+    ``tie`` is :func:`on_the_graph_of` the logits, so that this node notices when it is differentiated twice.
+    """
 
     @staticmethod
     def forward(

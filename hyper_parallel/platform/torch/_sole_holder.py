@@ -11,12 +11,17 @@ import sys
 
 import torch
 
-__all__ = ["is_sole_holder", "to_be_saved"]
+__all__ = ["is_sole_holder", "on_the_graph_of", "to_be_saved"]
 
 # Without one of these nothing is known of other holders, and nothing is reused.
 _users_of_storage = getattr(torch._C, "_storage_Use_Count", None)
 _is_graph_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 _saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def on_the_graph_of(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """An empty tensor that depends on ``x`` and does not hold its memory, as every view would; else ``x`` itself."""
+    return x.narrow(dim, 0, 0).clone() if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def to_be_saved(x: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -18,6 +18,7 @@ from hyper_parallel.platform.torch._loss_forward import (
 )
 from hyper_parallel.platform.torch._loss_nodes import CrossEntropy, LogSoftmax, NllLoss
 from hyper_parallel.platform.torch._loss_rows import statistics_dtype
+from hyper_parallel.platform.torch._sole_holder import on_the_graph_of
 
 __all__ = [
     "TorchLossKernels",
@@ -58,7 +59,8 @@ class TorchLossKernels(LossKernels):
         options: LossOptions,
     ) -> TokenOutputs:
         self._ensure_valid("cross_entropy", local_logits, dim, target, shard, weight, options)
-        return CrossEntropy.of(local_logits, dim, target, shard, weight, options)
+        tie = on_the_graph_of(local_logits, dim)
+        return TokenOutputs(*CrossEntropy.apply(local_logits, tie, dim, target, shard, weight, options))
 
     def nll_loss(
         self,
