@@ -23,7 +23,7 @@ from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.eval_options import EvalOptions
-from hyper_parallel.trainer.launch_environment import is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.output_folder import check_output, mark_output
@@ -127,17 +127,20 @@ def _work(options: EvalOptions, source: _Source) -> int:
     """What a rank does."""
     from hyper_parallel.platform import get_platform  # loads the framework, which the starting process does not need
 
-    get_platform(options.backend)
+    platform = get_platform(options.backend)
+    if is_scheduler(os.environ):
+        platform.ensure_initialized(options.device)  # serves the ranks, and returns when they have ended
+        return 0
     from hyper_parallel.platform.training import load_training_tools
     from hyper_parallel.platform.weights import get_weight_backend
     from hyper_parallel.tensor_parallel.model_tensors import every_rank
 
     if source.checkpoint is not None:
-        get_platform().ensure_initialized(options.device)
+        platform.ensure_initialized(options.device)
         like = get_weight_backend().empty_on(options.device)
         check_weights(source.checkpoint, every_rank(), like)
     found = evaluate(source.options, source.folder, options.batches)
-    if get_platform().rank() == 0:
+    if platform.rank() == 0:
         row = {
             "loss": found.loss,
             "perplexity": found.perplexity,

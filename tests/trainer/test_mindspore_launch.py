@@ -89,6 +89,45 @@ def test_a_rank_that_fails_is_named_and_ends_the_job(how: str, tmp_path: Path, m
     assert str(raised.value).startswith(message)
 
 
+LEAVES = """
+import os, sys, time
+import numpy as np
+from hyper_parallel.platform import get_platform
+from hyper_parallel.platform.training import load_training_tools
+from hyper_parallel.trainer.launch_environment import is_scheduler
+from hyper_parallel.trainer.worker import run_guarded
+def work():
+    platform = get_platform("mindspore")
+    platform.ensure_initialized("cpu")
+    if is_scheduler(os.environ):
+        return 0
+    tools = load_training_tools()
+    group = platform.create_group([tuple(range(platform.world_size()))])
+    platform.all_reduce(platform.from_numpy(np.ones(3, np.float32)), "sum", group)
+    time.sleep({late} * platform.rank())
+    began = time.time()
+    tools.close()
+    open({folder!r} + f"/{{platform.rank()}}", "w").write(f"{{began}} {{time.time()}}")
+    return 0
+sys.exit(run_guarded(work))
+"""
+
+
+@pytest.mark.platform("mindspore")
+@pytest.mark.parametrize("late", [1.0, 8.0])
+def test_a_rank_leaves_when_the_others_are_done_and_waits_for_none_for_ever(
+    late: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = LEAVES.format(late=late, folder=str(tmp_path))
+    run_job([sys.executable, "-c", code], nproc=2, backend="mindspore", log_folder=tmp_path / "logs")
+    (began, left), (other, end) = [tuple(map(float, (tmp_path / str(r)).read_text().split())) for r in range(2)]
+    if late < 3:
+        assert left > other
+    else:
+        assert left < other and left - began < 6 and end - other < 6
+
+
 @pytest.mark.platform("mindspore")
 def test_ctrl_c_ends_the_job_after_a_step(tmp_path: Path) -> None:
     text = write_text(tmp_path)

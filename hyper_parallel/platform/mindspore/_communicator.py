@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
+import time
 from typing import Any
 
 import mindspore
-from mindspore import communication, ops
+import numpy as np
+from mindspore import Tensor, communication, ops
 from mindspore.communication import GlobalComm
 from mindspore.mint.distributed import all_gather_into_tensor, all_reduce
 
-__all__ = ["Communicator", "create_communicator", "is_initialized"]
+__all__ = ["Communicator", "create_communicator", "is_initialized", "leave"]
+
+_LEAVE_SECONDS = 3.0
+"""Time in which all ranks should have come to the end of their work; no rank waits longer for the others."""
+
+_SEND_SECONDS = 0.05
+"""Time for what the network thread has yet to send."""
 
 
 class Communicator:
@@ -56,3 +66,25 @@ def create_communicator(ranks: tuple[int, ...]) -> Communicator:
     name = f"hyper_parallel_{len(ranks)}_{digest}"
     communication.create_group(name, list(ranks))
     return Communicator(name)
+
+
+def leave() -> None:
+    """End the communication of this process: when the others are through with theirs, or some seconds later.
+
+    On CPU each message of a collective is answered by the receiver's network thread, which wakes the receiver first and
+    sends the answer afterwards. A process that ends in between takes the answer with it, and the sender waits for it
+    for half a minute, then fails. So one more collective comes after the last that matters: whoever has its result
+    knows that all others have all of theirs. Its own answers may get lost, and nobody waits for them to the end.
+    """
+    group = Communicator(GlobalComm.WORLD_COMM_GROUP)
+    if not group.native and communication.get_group_size() > 1:
+        thread = threading.Thread(target=_meet, args=(group,), daemon=True)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+        time.sleep(_SEND_SECONDS)
+    communication.release()
+
+
+def _meet(group: Communicator) -> None:
+    with contextlib.suppress(RuntimeError):  # another rank has not come, and its end is for others to explain
+        group.operator("AllReduce", "sum")(Tensor(np.zeros(1, np.float32))).asnumpy()

@@ -12,7 +12,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, _no_grad, communication, nn, ops
+from mindspore import Parameter, Tensor, _no_grad, nn, ops
 from mindspore.common.api import _pynative_executor
 
 from hyper_parallel.platform.mindspore import _communicator, _host, random
@@ -152,7 +152,7 @@ class MindSporeTrainingTools(TrainingTools):
 
     def close(self) -> None:
         if _communicator.is_initialized():
-            communication.release()
+            _communicator.leave()
 
 
 def create_training_tools() -> TrainingTools:
