@@ -20,6 +20,9 @@ PYTHON  ?=
 PY     := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
 
+# What an installation is made of.
+PARTS := pyproject.toml setup.py constraints.txt $(wildcard hyper_parallel/platform/native/*.[ch])
+
 # constraints.txt keeps an open requirement on torch from fetching a build with gigabytes of CUDA libraries.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -65,28 +68,28 @@ $(STAMPS)/venv:
 		fi; \
 	done; echo "no Python from 3.10 to 3.12 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1
 
-$(STAMPS)/test: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/test: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[torch,mindspore,train,test]'
 	@touch $@
 
 # mypy reads the types of torch and tyro, so that it finds the same wherever it runs.
-$(STAMPS)/lint: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/lint: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[torch,train,test,lint]'
 	@touch $@
 
 # The site is made from sources alone: no framework.
-$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/docs: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[docs]'
 	@touch $@
 
-$(STAMPS)/bench-torch: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/bench-torch: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[torch,bench,bench-torch]'
 	@touch $@
 
-$(STAMPS)/bench-mindspore: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/bench-mindspore: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[mindspore,bench]'
 	@touch $@
 
-$(STAMPS)/train-%: $(STAMPS)/venv pyproject.toml constraints.txt
+$(STAMPS)/train-%: $(STAMPS)/venv $(PARTS)
 	$(INSTALL) -e '.[$*,train,text,watch]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Whether fused kernels take some logits, and the kernels: those of Triton where they run."""
+"""Whether fused kernels take some logits, and the kernels: Triton's on GPUs, compiled ones on CPUs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.native.rows import row_kernels
+from hyper_parallel.platform.torch._loss_compiled import CompiledKernels, takes
+
 __all__ = ["fused_kernels"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def fused_kernels(dim: int, *tensors: torch.Tensor) -> Any | None:
-    """The module with ``row_statistics`` and ``row_gradients`` for matrices of these tensors; None: do without.
+    """What has ``row_statistics`` and ``row_gradients`` for matrices of these tensors; None: do without.
 
-    They run on CUDA devices when Triton is installed (and, for tests, on CPU with ``TRITON_INTERPRET=1``), where the
-    classes, in ``dim``, lie next to each other.
+    On CUDA devices when Triton is installed (and, for tests, on CPU with ``TRITON_INTERPRET=1``); on CPUs, in any dtype
+    but fp64, when they were compiled. The classes, in ``dim``, have to lie next to each other.
     """
     device = tensors[0].device.type
-    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if device not in ("cuda", "cpu") or any(x.shape[dim] > 1 and x.stride(dim) != 1 for x in tensors):
         return None
-    if any(x.dtype not in _DTYPES or (x.shape[dim] > 1 and x.stride(dim) != 1) for x in tensors):
-        return None
-    return _load()
+    if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return _load() if all(x.dtype in _DTYPES for x in tensors) else None
+    return _compiled() if all(map(takes, tensors)) else None
+
+
+@lru_cache(None)
+def _compiled() -> CompiledKernels | None:
+    kernels = row_kernels()
+    return None if kernels is None else CompiledKernels(kernels)
 
 
 @lru_cache(None)
 def _load() -> Any | None:
-    """The kernels, or a warning, once, that they are not to be had."""
+    """The Triton kernels, or a warning, once, that they are not to be had."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "Triton is not installed: the loss runs on PyTorch's own kernels, which read the logits several times more",

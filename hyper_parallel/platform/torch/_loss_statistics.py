@@ -44,7 +44,7 @@ def shard_statistics(
     Args:
         target_index: per token, where its target's class stands among the local ones; negative where it does
             not.
-        needed: which tokens matter; on CPU, chunks of tokens that do not are skipped.
+        needed: which tokens matter; on CPU, those that do not are skipped where that is easy.
         class_weight: ``w_c`` of the local classes, when the smoothing terms are wanted.
         entropy: whether what the entropy needs is wanted.
     """
@@ -61,7 +61,8 @@ def shard_statistics(
     if fused is not None:
         for first, (rows,) in matrices(dim, logits):
             part = slice(first, first + len(rows))
-            reference[part], sum_exp[part] = fused.row_statistics(rows, dtype)
+            wanted = None if missing is None else missing[part]
+            reference[part], sum_exp[part] = fused.row_statistics(rows, dtype, wanted)
     elif on_cpu and mean is None and shortfall is None:
         direct, found = _sums_of_exponentials(logits, dim, needed)
         torch.where(found, direct.log(), reference, out=reference)

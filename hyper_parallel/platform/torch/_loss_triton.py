@@ -52,8 +52,13 @@ def _gradient(x, stride, out, out_stride, classes, anchor, factor, BLOCK: tl.con
     tl.store(out + row * out_stride + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-def row_statistics(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row of ``[tokens, classes]`` the maximum, and the sum of exponentials relative to it (to 0 for -inf)."""
+def row_statistics(
+    rows: torch.Tensor, dtype: torch.dtype, needed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row of ``[tokens, classes]`` the maximum, and the sum of exponentials relative to it (to 0 for -inf).
+
+    Of all rows, ``needed`` or not: what decides that would have to be read first.
+    """
     tokens, classes = rows.shape
     maximum = rows.new_full((tokens,), -math.inf, dtype=dtype)
     sum_exp = torch.zeros_like(maximum)
