@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from hyper_parallel.trainer.error_note import ErrorNote
 from hyper_parallel.trainer.launch_environment import ProcessPlan, plan_processes, without_launcher
-from hyper_parallel.trainer.worker import ERROR_FILE, LIFELINE, ErrorNote, begun_file
+from hyper_parallel.trainer.worker import ERROR_FILE, LIFELINE, begun_file
 
 __all__ = ["INTERRUPTED", "STOP_SECONDS", "JobFailed", "JobInterrupted", "run_job"]
 

@@ -151,24 +151,50 @@ def test_ctrl_c_ends_the_job_after_a_step(tmp_path: Path) -> None:
     assert summary.interrupted and summary.backend == "mindspore" and summary.processes == 2
 
 
-@pytest.mark.platform("mindspore")
-def test_it_runs_under_msrun_as_it_is(tmp_path: Path) -> None:
-    text = write_text(tmp_path)
+def start_msrun(folder: Path, *program: str) -> subprocess.Popen[str]:
+    """Two ranks; what they say, and what msrun says, is one stream."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
     msrun = shutil.which("msrun", path=environment()["PATH"])
     assert msrun is not None
     line = "--worker_num 2 --local_worker_num 2 --join True --cluster_time_out 60 --log_dir logs".split()
-    job = ["-m", "hyper_parallel", "train", "--backend", "mindspore", "--data", str(text), "--output", "out", *TINY]
-    done = subprocess.run(
-        [msrun, *line, "--master_port", str(port), "python", *job, "--steps", "4"],
-        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=180,
+    return subprocess.Popen(
+        [msrun, *line, "--master_port", str(port), "python", *program],
+        env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    said = done.stdout + done.stderr + "".join(p.read_text() for p in (tmp_path / "logs").glob("*.log"))
-    assert done.returncode == 0, said
+
+
+@pytest.mark.platform("mindspore")
+def test_it_runs_under_msrun_as_it_is(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    job = ["-m", "hyper_parallel", "train", "--backend", "mindspore", "--data", str(text), "--output", "out", *TINY]
+    process = start_msrun(tmp_path, *job, "--steps", "4")
+    said, _ = process.communicate(timeout=180)
+    said += "".join(p.read_text() for p in (tmp_path / "logs").glob("*.log"))
+    assert process.returncode == 0 and "failed" not in said, said
     summary = RunSummary.read(tmp_path / "out")
     assert summary.steps == 4 and summary.processes == 2
+
+
+ENDS_UNDER_MSRUN = {
+    "raises": ENDS["raises"],
+    "is killed": (ENDS["is killed"][0], "rank 1 failed: it ended before its work was done"),
+    "ends with status 0": ("os._exit(0)", "rank 1 failed: it ended before its work was done"),
+}
+
+
+@pytest.mark.platform("mindspore")
+@pytest.mark.parametrize("how", ENDS_UNDER_MSRUN)
+def test_a_rank_that_fails_under_msrun_is_named_and_ends_the_job(how: str, tmp_path: Path) -> None:
+    end, message = ENDS_UNDER_MSRUN[how]
+    started, program = tmp_path / "started", tmp_path / "program.py"
+    program.write_text(WORKER.format(started=str(started), end=end))
+    process = start_msrun(tmp_path, str(program))
+    said, _ = process.communicate(timeout=120)
+    assert time.time() - started.stat().st_mtime < 10
+    assert process.returncode != 0
+    assert f"ERROR: {message}" in said.splitlines() or f"ERROR: {message} (the system" in said, said
 
 
 DEFAULT = (
