@@ -71,7 +71,7 @@ def sign_in(environment: Mapping[str, str]) -> Entry | None:
 
 
 def watch_from_scheduler(environment: Mapping[str, str]) -> None:
-    """Start the process that looks after the roll, and ends with this one, which is blocked while it serves the ranks."""
+    """Start the process that looks after the roll; it ends with this one, which is blocked while it serves."""
     with contextlib.suppress(OSError):
         since = time.time() - _EARLIER_SECONDS
         what = [str(_open_folder(environment)), str(os.getpid()), str(since)]
@@ -168,7 +168,7 @@ def _end_job(folder: Path, scheduler: int) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the folder, once the ranks that are in it have ended; it stays where the next job has signed in already."""
+    """Remove the folder once its ranks have ended; it stays where the next job has signed in already."""
     deadline = time.monotonic() + _KILL_SECONDS
     while folder.exists() and time.monotonic() < deadline:
         for path in [*(r.path for r in _look(folder) if not r.present), *folder.glob("*.json")]:

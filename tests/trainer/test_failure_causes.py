@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from hyper_parallel.trainer.launch_environment import without_launcher
 from hyper_parallel.trainer.launcher import JobFailed, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +70,19 @@ def test_it_is_named_and_ends_the_job(
         run_job([sys.executable, "-c", code], nproc=2, backend=platform, log_folder=tmp_path)
     assert time.time() - os.stat(started).st_mtime < SECONDS
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.platform("torch")
+def test_under_torchrun_too(tmp_path: Path) -> None:
+    end, message = ENDS["an exception"]
+    started, program = tmp_path / "started", tmp_path / "program.py"
+    program.write_text(WORK.format(platform="torch", started=str(started), end=end))
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
+    done = subprocess.run(
+        [*torchrun, str(program)],
+        env={**without_launcher(dict(os.environ)), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, cwd=tmp_path,
+    )  # fmt: skip
+    assert time.time() - os.stat(started).st_mtime < SECONDS
+    assert done.returncode != 0
+    assert message in done.stdout.splitlines(), done.stdout
