@@ -122,14 +122,15 @@ class DeviceArithmetic:
         x: Tensor,
         dim: int,
         factor: Tensor,
+        anchor: Tensor,
         shift: Tensor | None,
         weight: Tensor | None,
         inplace: bool,
         entropy: EntropyTerm | None = None,
     ) -> Tensor:
-        def one(rows: Tensor, factor: Tensor, *more: Tensor) -> Tensor:
+        def one(rows: Tensor, factor: Tensor, anchor: Tensor, *more: Tensor) -> Tensor:
             wide, shifts = rows.astype(factor.dtype), more
-            _, shifted = self._relative_to_maximum(wide)
+            shifted = wide - self._spread(anchor, rows)
             scale = self._spread(factor, rows)
             if entropy is not None:
                 own, reference, log_sum_exp = (self._spread(v, rows) for v in more[:3])
@@ -144,7 +145,7 @@ class DeviceArithmetic:
             return grads.astype(x.dtype)
 
         vectors = (*(entropy or ()), *(() if shift is None else (shift,)))
-        return self._map_rows(one, x, dim, x.dtype, factor, *vectors)
+        return self._map_rows(one, x, dim, x.dtype, factor, anchor, *vectors)
 
     def log_softmax_gradient(self, x: Tensor, dim: int, grad: Tensor, factor: Tensor) -> Tensor:
         upstream = self._matrix(grad, dim) if x.size else grad

@@ -1,7 +1,8 @@
 """The loss kernels' arithmetic on CPU: NumPy on the tensors' own memory.
 
 MindSpore's CPU operators need several passes over temporaries of the logits' size where chunks of rows that stay in the
-cache do; broadcasting one number a row over them is its slowest operation.
+cache do; broadcasting one number a row over them is its slowest operation. Where the compiled kernels are there, and
+know the call, one pass of theirs takes the place of NumPy's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.platform.mindspore._entropy_term import LOWEST, EntropyTerm
 from hyper_parallel.platform.mindspore._host import BFLOAT16, to_host, to_tensor
+from hyper_parallel.platform.mindspore._loss_compiled import compiled_rows
 
 __all__ = ["HostArithmetic"]
 
@@ -107,6 +109,12 @@ class HostArithmetic:
         sum_exp = np.zeros(tokens, dtype)
         shortfall = None if class_weight is None else np.zeros(tokens, dtype)
         mean = np.zeros(tokens, dtype) if entropy else None
+        compiled = None if class_weight is not None or entropy else compiled_rows(dim, x)
+        if compiled is not None:
+            for start, (rows,) in _matrices(dim, x):
+                part = slice(start, start + len(rows))
+                compiled.statistics(rows, None if needed is None else needed[part], maximum[part], sum_exp[part])
+            return maximum, sum_exp, None, None
         skip = needed is not None and not needed.all()
         for start, stop, (rows,), buffer in _chunks(dim, x):
             if skip and needed is not None and not needed[start:stop].any():
@@ -146,16 +154,23 @@ class HostArithmetic:
         x: Array,
         dim: int,
         factor: Array,
+        anchor: Array,
         shift: Array | None,
         weight: Array | None,
         inplace: bool,
         entropy: EntropyTerm | None = None,
     ) -> Array:
-        """``factor exp(x_c - m) - shift w_c`` with the maximum m; rows whose factor is 0 are just ``- shift w_c``.
+        """``factor exp(x_c - anchor) - shift w_c``; rows whose factor is 0 are just ``- shift w_c``.
 
         With ``entropy``, ``factor + entropy.factor log p_c`` in the place of ``factor``.
         """
         out = x if inplace and x.flags.writeable else np.empty(x.shape, x.dtype)
+        compiled = None if entropy is not None or shift is not None else compiled_rows(dim, x, out)
+        if compiled is not None:
+            for start, (rows, grads) in _matrices(dim, x, out):
+                part = slice(start, start + len(rows))
+                compiled.gradients(rows, anchor[part], factor[part], grads)
+            return out
         for start, stop, (rows, grads), buffer in _chunks(dim, x, out):
             scale = factor[start:stop]
             zero = scale == 0
@@ -167,7 +182,7 @@ class HostArithmetic:
             if zero.all():
                 target[...] = 0
             else:
-                _relative_to_maximum(rows, target, buffer)
+                np.subtract(_load(rows, buffer), anchor[start:stop, None], out=target)
                 np.exp(target, out=target)
                 np.multiply(target, slope, out=target)
                 if zero.any():
@@ -212,9 +227,9 @@ class HostArithmetic:
         return np.zeros(shape, like.dtype)
 
 
-def _relative_to_maximum(rows: Array, out: Array, scratch: Array | None = None) -> Array:
+def _relative_to_maximum(rows: Array, out: Array) -> Array:
     """``out = rows - m``; returns m, which counts as 0 where it is -inf (no class, or nothing but -inf)."""
-    values = _load(rows, out if scratch is None else scratch)
+    values = _load(rows, out)
     maximum: Array = values.max(1)
     np.subtract(values, np.where(maximum == -np.inf, 0, maximum).astype(out.dtype)[:, None], out=out)
     return maximum

@@ -19,13 +19,13 @@ Vector = Any
 
 @dataclass(frozen=True)
 class LossState:
-    """What the backward of cross-entropy needs besides the logits: at most 16 bytes a token (fp64: 28).
+    """What the backward of cross-entropy needs besides the logits: 16 bytes a token (fp64: 28).
 
     Attributes:
         slope: per token, A of ``LossKernels`` times ``exp(m - lse)``, m being the maximum of this rank's logits.
         target_index: per token (int32), the local index of its target's class, or ELSEWHERE or IGNORED.
         nll: per token, ``lse - x_y``.
-        lse: per token; only with z-loss.
+        anchor: per token m, or 0 where it is -inf.
         weight: the caller's weights of all classes, or None.
         smoothing: ``e/V sum_c w_c``, one number; None without smoothing.
         scale: per token ``exp(m - lse)``; only with log-probabilities or entropy.
@@ -35,7 +35,7 @@ class LossState:
     slope: Vector
     target_index: Vector
     nll: Vector
-    lse: Vector | None
+    anchor: Vector
     weight: Vector | None
     smoothing: Vector | None
     shard: ClassShard
@@ -72,7 +72,7 @@ def of_kept(route: Any, grad: Tensor, state: LossState) -> Vector:
     return masked(route, given, state.target_index != IGNORED, None, dtype)
 
 
-def target_slope(route: Any, state: LossState, weight: Vector | None) -> Vector:
+def target_slope(route: Any, state: LossState, weight: Vector | None, x: Any, dim: int) -> Vector:
     """Per token, where the target's class is here, ``A p_y - B - e/V w_y``.
 
     Computed as ``B (p_y - 1) + (A - B) p_y - e/V w_y``: ``p_y - 1`` comes from nll without cancelling where p_y is
@@ -88,6 +88,9 @@ def target_slope(route: Any, state: LossState, weight: Vector | None) -> Vector:
     if state.smoothing is not None:
         slope = slope + state.smoothing * route.exp(-state.nll)
         slope = slope - route.number(smoothing / max(state.shard.num_classes, 1), dtype) * target_weight
-    if state.lse is not None:
-        slope = slope + 2.0 * route.number(options.z_loss, dtype) * state.lse * route.exp(-state.nll)
+    if options.z_loss:
+        lse = state.nll + route.at_index(x, dim, state.target_index)
+        p_target = route.exp(-state.nll)  # 0 for a logit of -inf, from which the lse cannot be told
+        zero = route.number(0.0, dtype)
+        slope = slope + 2.0 * route.number(options.z_loss, dtype) * route.where(p_target == 0, zero, lse * p_target)
     return slope

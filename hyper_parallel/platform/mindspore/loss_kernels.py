@@ -149,7 +149,7 @@ class MindSporeLossKernels(LossKernels):
             )
             slope = keep * token_weight
             loss = slope * nll
-            uniform = lse = None
+            uniform = None
             if total.shortfall is not None and total.weight_sum is not None:
                 uniform = route.cast(factor * total.weight_sum, dtype)
                 loss = loss + uniform * total.log_sum_exp + factor * total.shortfall
@@ -170,7 +170,8 @@ class MindSporeLossKernels(LossKernels):
             if total.mean is not None:
                 entropy = masked(route, total.log_sum_exp - total.mean, kept, None, dtype)
                 more += [entropy, total.reference, total.log_sum_exp]
-            state = LossState(slope, index, nll, lse, kept_weight, uniform, shard, options, *more)
+            anchor = route.where(maximum == -math.inf, route.number(0.0, dtype), maximum)
+            state = LossState(slope, index, nll, anchor, kept_weight, uniform, shard, options, *more)
             return (
                 route.leave(loss.reshape(target.shape)),
                 route.leave(token_weight.reshape(target.shape)),
@@ -198,7 +199,7 @@ class MindSporeLossKernels(LossKernels):
             weight = None
             if state.weight is not None:
                 weight = route.cast(state.weight[state.shard.start : state.shard.stop], dtype)
-            factor, at_target = upstream * state.slope, upstream * target_slope(route, state, weight)
+            factor, at_target = upstream * state.slope, upstream * target_slope(route, state, weight, x, dim)
             if grad_log_prob is not None:
                 given = of_kept(route, grad_log_prob, state)
                 factor = factor - given * state.scale
@@ -209,7 +210,7 @@ class MindSporeLossKernels(LossKernels):
                 entropy = EntropyTerm(-given * state.scale, state.reference, state.log_sum_exp)
                 factor = factor + entropy.factor * state.entropy
                 at_target = at_target + given * route.exp(-state.nll) * (state.nll - state.entropy)
-            grad = route.gradient(x, dim, factor, shift, weight, state.options.inplace, entropy)
+            grad = route.gradient(x, dim, factor, state.anchor, shift, weight, state.options.inplace, entropy)
             grad = route.put_at_index(grad, dim, state.target_index, at_target)
             return local_logits if grad is x else route.leave(grad)
 

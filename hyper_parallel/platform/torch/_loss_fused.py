@@ -30,12 +30,7 @@ def fused_kernels(dim: int, *tensors: torch.Tensor) -> Any | None:
         return None
     if device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return _load() if all(x.dtype in _DTYPES for x in tensors) else None
-    return _compiled() if all(map(takes, tensors)) else None
-
-
-@lru_cache(None)
-def _compiled() -> CompiledKernels | None:
-    kernels = row_kernels()
+    kernels = row_kernels() if all(map(takes, tensors)) else None
     return None if kernels is None else CompiledKernels(kernels)
 
 
