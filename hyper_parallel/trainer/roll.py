@@ -42,8 +42,11 @@ class Entry:
         self._path = path
         self._lock = lock
 
-    def sign_out(self) -> None:
-        """All is done."""
+    def sign_out(self, status: int) -> None:
+        """All is done that was to do; after a status other than 0 the process has to end, and the job does."""
+        if status:
+            self.fail(ErrorNote("", f"ended with exit status {status}", "", time.time()))
+            return
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -152,7 +155,7 @@ def _explain(failed: Sequence[_Rank]) -> str:
     notes = [(note.time, rank, note) for rank in failed if (note := rank.note()) is not None]
     if notes:
         _, rank, note = min(notes, key=lambda found: found[0])
-        return f"{rank.name} failed: {note.kind}: {note.message}"
+        return f"{rank.name} failed: {note.kind}: {note.message}" if note.kind else f"{rank.name} {note.message}"
     first = max(failed, key=_Rank.was_seen_to_end)
     return f"{first.name} failed: {_VANISHED}"
 

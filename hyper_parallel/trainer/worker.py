@@ -65,7 +65,9 @@ def _run_elsewhere(work: Callable[[], int]) -> int:
         print(f"{note.trace}rank {_rank(os.environ)} failed: {note.kind}: {note.message}", file=sys.stderr)
         _leave(1)
     if entry is not None:
-        entry.sign_out()
+        entry.sign_out(status)
+        if status:
+            _leave(status)  # msrun kills the others now, and its scheduler would wait for them
     return status
 
 

@@ -25,10 +25,11 @@ sys.exit(run_guarded(work))
 """
 WAIT = "time.sleep(60)"
 ENDS = {
-    "raises": ("raise ValueError('no such luck')", "ValueError: no such luck"),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "it ended before its work was done"),
-    "ends with status 0": ("os._exit(0)", "it ended before its work was done"),
-    "leaves its work": ("sys.exit(0)", "it ended before its work was done"),
+    "raises": ("raise ValueError('no such luck')", "failed: ValueError: no such luck"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "failed: it ended before its work was done"),
+    "ends with status 0": ("os._exit(0)", "failed: it ended before its work was done"),
+    "stops at a signal": ("return 130", "ended with exit status 130"),
+    "leaves its work": ("sys.exit(0)", "failed: it ended before its work was done"),
 }
 
 
@@ -71,24 +72,27 @@ def is_left_empty(folder: Path) -> bool:
 def test_a_rank_that_fails_is_named_and_ends_the_job(how: str, tmp_path: Path) -> None:
     end, message = ENDS[how]
     with scheduler(tmp_path) as serving:
-        time.sleep(1)
-        other, rank = start(tmp_path, 0, WAIT), start(tmp_path, 1, f"time.sleep(1)\n    {end}")
+        other = start(tmp_path, 0, WAIT)
+        deadline = time.monotonic() + 20
+        while not list(tmp_path.glob("*/rank0")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        rank = start(tmp_path, 1, f"time.sleep(1)\n    {end}")
         said, _ = rank.communicate(timeout=20)
         began = time.monotonic()
-        explained, _ = serving.communicate(timeout=10)
-        other.communicate(timeout=10)
-        assert time.monotonic() - began < 6
-    assert explained.startswith(f"ERROR: rank 1 failed: {message}")
+        explained, _ = serving.communicate(timeout=30)
+        other.communicate(timeout=30)
+        assert time.monotonic() - began < 10
+    assert explained.startswith(f"ERROR: rank 1 {message}")
     assert serving.returncode != 0 and other.returncode != 0
     if how == "raises":
-        assert said.splitlines()[-1] == f"rank 1 failed: {message}" and rank.returncode == 1
+        assert said.splitlines()[-1] == f"rank 1 {message}" and rank.returncode == 1
     assert is_left_empty(tmp_path)
 
 
 def test_a_rank_that_vanishes_before_anybody_looks_is_named(tmp_path: Path) -> None:
     start(tmp_path, 1, "os._exit(0)").communicate(timeout=20)
     with scheduler(tmp_path) as serving:
-        explained, _ = serving.communicate(timeout=10)
+        explained, _ = serving.communicate(timeout=30)
     assert explained.startswith("ERROR: rank 1 failed: it ended")
 
 
