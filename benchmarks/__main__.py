@@ -15,6 +15,7 @@ from benchmarks.grid import loss_cases
 from benchmarks.launch import RankFailed, run_ranks
 from benchmarks.plot import plot_losses
 from benchmarks.report import fitted, markdown, simple_table
+from hyper_parallel.platform.native.rows import describe
 
 _SUITES = ("loss", "fit", "exchange", "linear", "dispatch", "step")
 _MINDSPORE_SUITES = ("loss", "dispatch", "step")
@@ -78,7 +79,8 @@ def _machine() -> dict[str, Any]:
     names = {line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")}
     cores = os.cpu_count()
     return {
-        "processor": f"{', '.join(sorted(names)) or platform.machine()}, {cores} cores, one thread a rank",
+        "processor": f"{', '.join(sorted(names)) or platform.machine()}, {cores} cores, one thread a rank; "
+        f"our loss's kernels: {describe()}",
         "versions": versions,
     }
 

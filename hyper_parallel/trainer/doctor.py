@@ -18,6 +18,7 @@ import tyro
 import hyper_parallel
 from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, Platform, default_backend, get_platform
+from hyper_parallel.platform.native.rows import describe
 from hyper_parallel.platform.training import load_training_tools
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
@@ -77,6 +78,7 @@ def _describe_host() -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         print(f"  {name:<16}{version}")
+    print(f"the loss's kernels for CPUs: {describe()}")
     sys.stdout.flush()
 
 

@@ -205,3 +205,4 @@ def test_doctor_finds_working_collectives() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 workers" in done.stdout and done.stdout.endswith("all is well\n")
     assert done.stdout.count("right") == 5
+    assert "the loss's kernels for CPUs: " in done.stdout

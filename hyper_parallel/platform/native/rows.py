@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DTYPES", "SWITCH", "TARGETS", "Matrix", "RowKernels", "row_kernels"]
+__all__ = ["DTYPES", "SWITCH", "TARGETS", "Matrix", "RowKernels", "describe", "load_library", "row_kernels"]
 
 DTYPES = {"float32": (0, 4), "bfloat16": (1, 2), "float16": (2, 2)}
 """What the kernels take: its number there, and bytes an element."""
@@ -106,6 +106,16 @@ def row_kernels() -> RowKernels | None:
     """The kernels; None where they were not built, as without a C compiler, or are switched off."""
     library = None if os.environ.get(SWITCH) == "0" else load_library()
     return None if library is None else RowKernels(library)
+
+
+def describe() -> str:
+    """Which kernels are used here, for a reader."""
+    kernels = row_kernels()
+    if kernels is not None:
+        return f"compiled, with {TARGETS[kernels.target]}"
+    if os.environ.get(SWITCH) == "0":
+        return f"the framework's operators ({SWITCH}=0)"
+    return "the framework's operators, which take two or three times as long (installed without a C compiler)"
 
 
 def load_library() -> ctypes.CDLL | None:

@@ -1,8 +1,10 @@
-/* Both kernels for logits of one type: DTYPE names it in load_ and store_, STORED is what memory holds, LOWEST -inf. */
+/* Both kernels for logits of one type: DTYPE names it in load_ and store_, STORED is what memory holds, LOWEST -inf;
+ * GRADIENT_EXP is exact enough for a gradient of it. */
 
 #define LOAD TARGET(GLUE(load, DTYPE))
 #define STORE TARGET(GLUE(store, DTYPE))
 #define LOAD_END TARGET(GLUE(load_end, DTYPE))
+#define EXP TARGET(GRADIENT_EXP)
 
 /* What a row ends with when that is less than two vectors; -inf, whose exponential is 0, fills them up. */
 static inline void LOAD_END(const STORED *x, int64_t n, vf *first, vf *second) {
@@ -71,12 +73,12 @@ static void TARGET(GLUE(gradient, DTYPE))(const void *row, int64_t classes, floa
     int64_t i = 0;
     for (; i + PAIR <= classes; i += PAIR) {
         LOAD(x + i, &first, &second);
-        STORE(out + i, TARGET(exp)(first - a) * factor, TARGET(exp)(second - a) * factor);
+        STORE(out + i, EXP(first - a) * factor, EXP(second - a) * factor);
     }
     if (i < classes) {
         STORED end[PAIR];
         LOAD_END(x + i, classes - i, &first, &second);
-        STORE(end, TARGET(exp)(first - a) * factor, TARGET(exp)(second - a) * factor);
+        STORE(end, EXP(first - a) * factor, EXP(second - a) * factor);
         memcpy(out + i, end, (classes - i) * sizeof *out);
     }
 }
@@ -84,3 +86,4 @@ static void TARGET(GLUE(gradient, DTYPE))(const void *row, int64_t classes, floa
 #undef LOAD
 #undef STORE
 #undef LOAD_END
+#undef EXP
