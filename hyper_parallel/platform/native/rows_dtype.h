@@ -1,10 +1,11 @@
 /* Both kernels for logits of one type: DTYPE names it in load_ and store_, STORED is what memory holds, LOWEST -inf;
- * GRADIENT_EXP is exact enough for a gradient of it. */
+ * SUMMED_EXP and ROUNDED_EXP are exact enough for their sum and their gradient. */
 
 #define LOAD TARGET(GLUE(load, DTYPE))
 #define STORE TARGET(GLUE(store, DTYPE))
 #define LOAD_END TARGET(GLUE(load_end, DTYPE))
-#define EXP TARGET(GRADIENT_EXP)
+#define SUM_EXP TARGET(SUMMED_EXP)
+#define ROUND_EXP TARGET(ROUNDED_EXP)
 
 /* What a row ends with when that is less than two vectors; -inf, whose exponential is 0, fills them up. */
 static inline void LOAD_END(const STORED *x, int64_t n, vf *first, vf *second) {
@@ -44,15 +45,15 @@ static void TARGET(GLUE(statistics, DTYPE))(const void *row, int64_t classes, fl
             m = top;
         }
         vf anchor = TARGET(all)(m == -INFINITY ? 0.0f : m);
-        for (int k = 0; k < 4; k++) total[k] = k < 2 ? TARGET(exp)(end[k] - anchor) : TARGET(all)(0.0f);
+        for (int k = 0; k < 4; k++) total[k] = k < 2 ? SUM_EXP(end[k] - anchor) : TARGET(all)(0.0f);
         for (int64_t i = 0; i < fours; i += 2 * PAIR) {
             LOAD(x + i, v, v + 1);
             LOAD(x + i + PAIR, v + 2, v + 3);
-            for (int k = 0; k < 4; k++) total[k] += TARGET(exp)(v[k] - anchor);
+            for (int k = 0; k < 4; k++) total[k] += SUM_EXP(v[k] - anchor);
         }
         if (fours < whole) {
             LOAD(x + fours, v, v + 1);
-            for (int k = 0; k < 2; k++) total[k] += TARGET(exp)(v[k] - anchor);
+            for (int k = 0; k < 2; k++) total[k] += SUM_EXP(v[k] - anchor);
         }
         vf together = (total[0] + total[1]) + (total[2] + total[3]);
         for (int j = 0; j < LANES; j++) sum += together[j];
@@ -73,12 +74,12 @@ static void TARGET(GLUE(gradient, DTYPE))(const void *row, int64_t classes, floa
     int64_t i = 0;
     for (; i + PAIR <= classes; i += PAIR) {
         LOAD(x + i, &first, &second);
-        STORE(out + i, EXP(first - a) * factor, EXP(second - a) * factor);
+        STORE(out + i, ROUND_EXP(first - a) * factor, ROUND_EXP(second - a) * factor);
     }
     if (i < classes) {
         STORED end[PAIR];
         LOAD_END(x + i, classes - i, &first, &second);
-        STORE(end, EXP(first - a) * factor, EXP(second - a) * factor);
+        STORE(end, ROUND_EXP(first - a) * factor, ROUND_EXP(second - a) * factor);
         memcpy(out + i, end, (classes - i) * sizeof *out);
     }
 }
@@ -86,4 +87,5 @@ static void TARGET(GLUE(gradient, DTYPE))(const void *row, int64_t classes, floa
 #undef LOAD
 #undef STORE
 #undef LOAD_END
-#undef EXP
+#undef SUM_EXP
+#undef ROUND_EXP

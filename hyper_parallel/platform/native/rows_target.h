@@ -39,18 +39,33 @@ static inline vf TARGET(exp)(vf x) {
     return (vf)((vi)(p * power) & ~(vi)(x < -87.0f));
 }
 
-/* The same to within 2^-17, for what is rounded to 11 bits or fewer afterwards: 2^n 2^r with a polynomial of degree 4 for
- * |r| <= 1/2, its first coefficient being 1. The exponent is added to its bits; of a NaN the lower half must be 0. */
+/* For logits in half precision, cheaper: 2^n 2^r with n = x / ln 2 rounded and |r| <= 1/2, the exponent added to the bits of
+ * a polynomial whose first coefficient is 1. Of a NaN the lower half must be 0, as it is when it comes from a half. */
+static inline vf TARGET(scaled)(vf p, vf shifted, vf x) {
+    return (vf)(((vi)p + ((vi)shifted << 23)) & ~(vi)(x < -87.0f));
+}
+
+/* To be summed: the polynomial's error is 9e-8, what r loses 1e-8 of x. */
+static inline vf TARGET(half_exp)(vf x) {
+    vf shifted = x * 0x1.715476p+0f + 0x1.8p23f;
+    vf r = x * 0x1.715476p+0f - (shifted - 0x1.8p23f);
+    vf p = r * 0x1.5bd6bp-10f + 0x1.3ce8d4p-7f;
+    p = p * r + 0x1.c6b6ep-5f;
+    p = p * r + 0x1.ebf9c2p-3f;
+    p = p * r + 0x1.62e42ap-1f;
+    p = p * r + 1.0f;
+    return TARGET(scaled)(p, shifted, x);
+}
+
+/* To be rounded to 11 bits or fewer: 3e-6. */
 static inline vf TARGET(coarse_exp)(vf x) {
-    const float rounder = 0x1.8p23f;
-    vf shifted = x * 0x1.715476p+0f + rounder;
-    vf n = shifted - rounder;
-    vf r = x * 0x1.715476p+0f - n;
+    vf shifted = x * 0x1.715476p+0f + 0x1.8p23f;
+    vf r = x * 0x1.715476p+0f - (shifted - 0x1.8p23f);
     vf p = r * 0x1.3a01a4p-7f + 0x1.c9fcd6p-5f;
     p = p * r + 0x1.ec037ep-3f;
     p = p * r + 0x1.62e12cp-1f;
     p = p * r + 1.0f;
-    return (vf)(((vi)p + ((vi)shifted << 23)) & ~(vi)(x < -87.0f));
+    return TARGET(scaled)(p, shifted, x);
 }
 
 /* Two vectors of numbers from memory, and back. Halves stay where they are in words of 32 bits, the first of two in the
@@ -115,15 +130,18 @@ static inline void TARGET(store_f16)(uint16_t *x, vf first, vf second) {
 #define DTYPE f32
 #define STORED float
 #define LOWEST -INFINITY
-#define GRADIENT_EXP exp
+#define SUMMED_EXP exp
+#define ROUNDED_EXP exp
 #include "rows_dtype.h"
 #undef DTYPE
 #undef STORED
 #undef LOWEST
-#undef GRADIENT_EXP
+#undef SUMMED_EXP
+#undef ROUNDED_EXP
 
 #define STORED uint16_t
-#define GRADIENT_EXP coarse_exp
+#define SUMMED_EXP half_exp
+#define ROUNDED_EXP coarse_exp
 #define DTYPE bf16
 #define LOWEST 0xff80
 #include "rows_dtype.h"
@@ -136,7 +154,8 @@ static inline void TARGET(store_f16)(uint16_t *x, vf first, vf second) {
 #undef DTYPE
 #undef LOWEST
 #undef STORED
-#undef GRADIENT_EXP
+#undef SUMMED_EXP
+#undef ROUNDED_EXP
 
 #undef vf
 #undef vi
