@@ -136,8 +136,16 @@ def _in_threads(run: Callable[[int, int], Any], x: Matrix, threads: int) -> None
     parts = max(1, min(threads, x.rows, size // _FEWEST_BYTES))
     bounds = [x.rows * i // parts for i in range(parts + 1)]
     others = [threading.Thread(target=run, args=(a, b - a)) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
-    for thread in others:
-        thread.start()
-    run(0, bounds[1])
-    for thread in others:
-        thread.join()
+    started: list[threading.Thread] = []
+    try:
+        for thread in others:
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads to be had
+                thread.run()
+            else:
+                started.append(thread)
+        run(0, bounds[1])
+    finally:  # an interrupt must not free memory that is still written to
+        for thread in started:
+            thread.join()

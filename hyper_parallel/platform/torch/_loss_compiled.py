@@ -12,8 +12,13 @@ _NAMES = {getattr(torch, name): name for name in DTYPES}
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the kernels know the dtype, and the memory holds the values as they are."""
-    return x.dtype in _NAMES and x.layout == torch.strided and not x.is_neg()
+    """Whether the kernels know the dtype, and there is memory that holds the values as they are.
+
+    Other classes of tensors may keep their values elsewhere, as fake ones and wrappers do, and tell of address 0.
+    """
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.dtype not in _NAMES:
+        return False
+    return not x.is_neg() and not x._is_zerotensor()
 
 
 class CompiledKernels:

@@ -104,7 +104,8 @@ def cross_entropy_grad(
         entropy = EntropyRows(_of_kept(grad_entropy, state), state)
         factor_p = factor_p + entropy.constant
         at_target = at_target + entropy.at_target
-    fused = None if entropy is not None or shift is not None else fused_kernels(dim, logits, out)
+    plain = entropy is None and shift is None and type(factor_p) is torch.Tensor
+    fused = fused_kernels(dim, logits, out) if plain else None
     if fused is not None:
         for first, (rows, grads) in matrices(dim, logits, out):
             part = slice(first, first + len(rows))
