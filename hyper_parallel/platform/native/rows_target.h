@@ -35,14 +35,14 @@ static inline vf TARGET(exp)(vf x) {
     p = p * r + 0x1.fffffcp-2f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    vf power = (vf)(((vi)shifted + 127) << 23);
+    vf power = (vf)(((vu)shifted + 127) << 23);
     return (vf)((vi)(p * power) & ~(vi)(x < -87.0f));
 }
 
 /* For logits in half precision, cheaper: 2^n 2^r with n = x / ln 2 rounded and |r| <= 1/2, the exponent added to the bits of
  * a polynomial whose first coefficient is 1. Of a NaN the lower half must be 0, as it is when it comes from a half. */
 static inline vf TARGET(scaled)(vf p, vf shifted, vf x) {
-    return (vf)(((vi)p + ((vi)shifted << 23)) & ~(vi)(x < -87.0f));
+    return (vf)(((vu)p + ((vu)shifted << 23)) & ~(vu)(x < -87.0f));
 }
 
 /* To be summed: the polynomial's error is 9e-8, what r loses 1e-8 of x. */
