@@ -145,6 +145,19 @@ def test_every_half_precision_number(target: int) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("target", range(len(TARGETS)))
+@pytest.mark.parametrize("height", [1.0, 14.0, 40.0, 1e4])
+def test_a_maximum_that_keeps_rising(target: int, height: float) -> None:
+    """What is summed before does not lose a little at every step."""
+    kernels = _kernels(target)
+    x = np.linspace(0, height, 150_000, dtype=np.float32)[None]
+    maximum, sum_exp = _statistics(kernels, x, "float32")
+    assert maximum[0] == x.max()
+    exact = np.exp(x.astype(np.float64) - x.max()).sum()
+    np.testing.assert_allclose(sum_exp, exact, rtol=8 * _EPS["float32"] + height * 2.0**-24 * (height > 16))
+
+
+@needs_library
 def test_rows_that_are_not_needed_and_threads() -> None:
     kernels = _kernels(0)
     rng = np.random.default_rng(1)
@@ -175,7 +188,12 @@ def test_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         native.row_kernels.cache_clear()
         for suffix in native.importlib.machinery.EXTENSION_SUFFIXES:
             (tmp_path / f"_rows{suffix}").write_bytes(b"something else")
-        assert native.row_kernels() is None
+        assert native.row_kernels() is None and "install again" in native.describe()
+        if _LIBRARY is not None:
+            monkeypatch.setattr(native, "_INTERFACE", -1)
+            monkeypatch.setattr(native, "__file__", _LIBRARY._name)
+            native.row_kernels.cache_clear()
+            assert native.row_kernels() is None and "install again" in native.describe()
     finally:
         native.row_kernels.cache_clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.machinery
 import os
@@ -22,6 +23,9 @@ TARGETS = ("the compiler's default instructions", "AVX2", "AVX-512")
 
 SWITCH = "HYPER_PARALLEL_COMPILED"
 """Environment variable: with 0, the kernels are not used."""
+
+_INTERFACE = 1
+"""Of rows.c: a file that an older release has left is not used."""
 
 _FEWEST_BYTES = 1 << 20
 """Of logits for each thread: starting one costs as much as reading some tenths of this."""
@@ -115,19 +119,25 @@ def describe() -> str:
         return f"compiled, with {TARGETS[kernels.target]}"
     if os.environ.get(SWITCH) == "0":
         return f"the framework's operators ({SWITCH}=0)"
-    return "the framework's operators, which take two or three times as long (installed without a C compiler)"
+    why = "what was compiled is of another machine or release: install again"
+    if not _files():
+        why = "installed without a C compiler"
+    return f"the framework's operators, which take two or three times as long ({why})"
 
 
 def load_library() -> ctypes.CDLL | None:
     """The compiled file beside this one, if there is one that loads here."""
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_rows{suffix}")
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:  # of another machine: a source tree in a shared folder
-                continue
+    for path in _files():
+        with contextlib.suppress(OSError, AttributeError):  # of another machine or release
+            library = ctypes.CDLL(str(path))
+            if library.hyper_parallel_rows_interface() == _INTERFACE:
+                return library
     return None
+
+
+def _files() -> list[Path]:
+    names = [f"_rows{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return [path for path in map(Path(__file__).with_name, names) if path.exists()]
 
 
 def _in_threads(run: Callable[[int, int], Any], x: Matrix, threads: int) -> None:

@@ -15,10 +15,11 @@ static inline void LOAD_END(const STORED *x, int64_t n, vf *first, vf *second) {
     LOAD(end, first, second);
 }
 
-/* A block, which stays in the first-level cache, is read for its maximum and then for its exponentials; what was summed
- * before is brought to the new maximum. NaN gets past the maximum, but not past the sum. */
+/* A block, which stays in the first-level cache, is read for its maximum and then for its exponentials. They are summed
+ * relative to an anchor, which follows the maximum in steps of more than 2: each costs a rounding error. NaN gets
+ * past the maximum, but not past the sum. */
 static void TARGET(GLUE(statistics, DTYPE))(const void *row, int64_t classes, float *maximum, float *sum_exp) {
-    float m = -INFINITY;
+    float m = -INFINITY, anchor = -INFINITY;
     double sum = 0;
     for (int64_t start = 0; start < classes; start += BLOCK) {
         const STORED *x = (const STORED *)row + start;
@@ -36,28 +37,28 @@ static void TARGET(GLUE(statistics, DTYPE))(const void *row, int64_t classes, fl
             LOAD(x + fours, v, v + 1);
             for (int k = 0; k < 2; k++) largest[k] = TARGET(max)(largest[k], v[k]);
         }
-        float top = m;
         for (int k = 0; k < 4; k++)
             for (int j = 0; j < LANES; j++)
-                if (largest[k][j] > top) top = largest[k][j];
-        if (top > m) {
-            sum *= TARGET(exp)(TARGET(all)(m - top))[0];
-            m = top;
+                if (largest[k][j] > m) m = largest[k][j];
+        if (m > anchor + 2) {
+            sum *= TARGET(exp)(TARGET(all)(anchor - m))[0];
+            anchor = m;
         }
-        vf anchor = TARGET(all)(m == -INFINITY ? 0.0f : m);
-        for (int k = 0; k < 4; k++) total[k] = k < 2 ? SUM_EXP(end[k] - anchor) : TARGET(all)(0.0f);
+        vf a = TARGET(all)(anchor == -INFINITY ? 0.0f : anchor);
+        for (int k = 0; k < 4; k++) total[k] = k < 2 ? SUM_EXP(end[k] - a) : TARGET(all)(0.0f);
         for (int64_t i = 0; i < fours; i += 2 * PAIR) {
             LOAD(x + i, v, v + 1);
             LOAD(x + i + PAIR, v + 2, v + 3);
-            for (int k = 0; k < 4; k++) total[k] += SUM_EXP(v[k] - anchor);
+            for (int k = 0; k < 4; k++) total[k] += SUM_EXP(v[k] - a);
         }
         if (fours < whole) {
             LOAD(x + fours, v, v + 1);
-            for (int k = 0; k < 2; k++) total[k] += SUM_EXP(v[k] - anchor);
+            for (int k = 0; k < 2; k++) total[k] += SUM_EXP(v[k] - a);
         }
         vf together = (total[0] + total[1]) + (total[2] + total[3]);
         for (int j = 0; j < LANES; j++) sum += together[j];
     }
+    if (m > anchor) sum *= TARGET(exp)(TARGET(all)(anchor - m))[0];
     *maximum = sum != sum && m != INFINITY ? NAN : m;
     *sum_exp = (float)sum;
 }
