@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from benchmarks.memory import peak_extra_bytes
+from benchmarks.mindspore_traffic import Traffic, count_traffic
 from benchmarks.timing import Clock, interleave
 from hyper_parallel import DTensor, Shard, get_platform, init_device_mesh, loss_parallel
 from hyper_parallel.platform.platform import Group
@@ -49,6 +50,7 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if not math.isclose(value, expected, rel_tol=1e-3):
             raise RuntimeError(f"{name} computes a loss of {value}, others {expected}")
+    traffic = {name: _traffic(loss, logits) for name, loss in losses.items()}
     peaks = {name: peak_extra_bytes(partial(_both, loss, logits)) for name, loss in losses.items()}
     times = interleave(
         {name: partial(_times, loss, logits) for name, loss in losses.items()}, case["repetitions"], barrier(group)
@@ -65,8 +67,8 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
                 **times[name],
                 "loss": values[name],
                 "peak_bytes": peaks[name],
-                "collectives": {},
-                "bytes_sent": None,
+                "collectives": dict(traffic[name].calls),
+                "bytes_sent": traffic[name].bytes_sent,
             }
             for name in losses
         },
@@ -75,6 +77,12 @@ def _run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def _both(loss: Loss, logits: Tensor) -> None:
     mindspore.value_and_grad(lambda x: loss(x))(logits)[1].asnumpy()  # it asks for a function's name
+
+
+def _traffic(loss: Loss, logits: Tensor) -> Traffic:
+    with count_traffic() as seen:
+        _both(loss, logits)
+    return seen
 
 
 def _times(loss: Loss, logits: Tensor) -> dict[str, float]:
