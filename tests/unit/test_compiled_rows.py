@@ -184,6 +184,7 @@ def test_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(native.SWITCH)
         native.row_kernels.cache_clear()
         monkeypatch.setattr(native, "__file__", str(tmp_path / "rows.py"))
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
         assert native.row_kernels() is None
         native.row_kernels.cache_clear()
         for suffix in native.importlib.machinery.EXTENSION_SUFFIXES:
@@ -196,6 +197,14 @@ def test_without_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             assert native.row_kernels() is None and "install again" in native.describe()
     finally:
         native.row_kernels.cache_clear()
+
+
+@needs_library
+def test_sources_find_what_was_installed_from_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _LIBRARY is not None
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "rows.py"))
+    monkeypatch.setattr(sys, "path", [str(Path(_LIBRARY._name).parents[3])])
+    assert native.load_library() is not None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the loader of Linux")

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.machinery
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def describe() -> str:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled file beside this one, if there is one that loads here."""
+    """The compiled file beside this one, or that of the installed library, if there is one that loads here."""
     for path in _files():
         with contextlib.suppress(OSError, AttributeError):  # of another machine or release
             library = ctypes.CDLL(str(path))
@@ -137,7 +138,9 @@ def load_library() -> ctypes.CDLL | None:
 
 def _files() -> list[Path]:
     names = [f"_rows{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return [path for path in map(Path(__file__).with_name, names) if path.exists()]
+    # in a clone the sources come before what was installed from them, and only that was compiled
+    folders = [Path(__file__).parent, *(Path(entry) / "hyper_parallel/platform/native" for entry in sys.path)]
+    return [path for folder in folders for name in names if (path := folder / name).exists()]
 
 
 def _in_threads(run: Callable[[int, int], Any], x: Matrix, threads: int) -> None:
