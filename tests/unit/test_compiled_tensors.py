@@ -9,8 +9,8 @@ import pytest
 
 from hyper_parallel.platform.native import rows as native
 
-torch = pytest.importorskip("torch")
-tree_map_only = pytest.importorskip("torch.utils._pytree").tree_map_only
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+tree_map_only = pytest.importorskip("torch.utils._pytree", reason="PyTorch is not installed").tree_map_only
 
 
 class Wrapper(torch.Tensor):
