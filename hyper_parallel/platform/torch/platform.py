@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hyper_parallel.errors import PlatformError
 from hyper_parallel.platform.platform import Group, LossArguments, NativeDTensor, NativeMesh, Platform
-from hyper_parallel.platform.torch import collectives, dtensor, interop, loss_arguments, op_names, random
+from hyper_parallel.platform.torch import _gloo_exit, collectives, dtensor, interop, loss_arguments, op_names, random
 from hyper_parallel.platform.torch.custom_grad import linear_map
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def create_platform() -> Platform:
     found = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
     if found < _OLDEST:
         raise PlatformError(f"PyTorch {torch.__version__} is too old; expected at least {'.'.join(map(str, _OLDEST))}")
+    _gloo_exit.wait_at_exit()
     return TorchPlatform()
 
 
