@@ -14,8 +14,8 @@ pytestmark = pytest.mark.platform("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Pairs of processes, forked so that they need not load PyTorch. With an interval this long gloo's threads get Python's lock
-# only where the main thread lets go of it: without the wait at exit about every third pair aborts.
+# Pairs of processes, forked so that they need not load PyTorch. With an interval this long gloo's threads get
+# Python's lock only where the main thread lets go of it: without the wait at exit about every third pair aborts.
 PROGRAM = """
 import os, sys, torch
 import torch.distributed as dist
