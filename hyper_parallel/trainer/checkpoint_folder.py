@@ -96,7 +96,7 @@ class Place:
         """What to say when there is none."""
         return (
             f"no checkpoint at {self._path}: expected a folder with {MANIFEST_FILE}, or folders such as "
-            f"{step_name(100)} in it or in its {self._folder}"
+            f"{step_name(100)} in it or in its {self._folder}, which training writes with --checkpoint.enable"
         )
 
 

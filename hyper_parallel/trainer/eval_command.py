@@ -19,18 +19,18 @@ from hyper_parallel.trainer.checkpoint_state import TrainState
 from hyper_parallel.trainer.checkpoint_tensors import MODEL_FOLDER
 from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_options
-from hyper_parallel.trainer.data_open import open_text
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
 from hyper_parallel.trainer.launcher import run_job
-from hyper_parallel.trainer.options import TrainOptions
+from hyper_parallel.trainer.options import TrainOptions, ValidationOptions
 from hyper_parallel.trainer.output_folder import check_output, mark_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.summary import encode_json
 from hyper_parallel.trainer.train_command import run_reporting
 from hyper_parallel.trainer.validation import Validation
+from hyper_parallel.trainer.validation_text import open_texts
 from hyper_parallel.trainer.worker import run_guarded
 
 __all__ = ["EVAL_FILE", "evaluate", "run"]
@@ -49,6 +49,9 @@ class _Source:
 
     folder: Path
     options: TrainOptions
+    text: str
+    """What the weights are evaluated on, in words."""
+
     checkpoint: Path | None = None
     """What the folder belongs to, where it is part of a checkpoint of training."""
 
@@ -69,8 +72,11 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         check_output(options.output)
         check_model(source.options)
-        open_text(source.options)
+        open_texts(source.options)
         mark_output(options.output)
+    except FileNotFoundError as error:
+        hint = "" if options.data is not None else "; name another text with --data"
+        raise UsageError(f"{error}{hint}") from None
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     command = [sys.executable, "-m", "hyper_parallel", "eval", *arguments]
@@ -102,14 +108,17 @@ def _find(options: EvalOptions, arguments: Sequence[str]) -> _Source:
             "FOLDER, or --weights FOLDER"
         )
     try:
-        folder, checkpoint, text = path, None, TextOptions()
+        folder, checkpoint, text, run = path, None, TextOptions(), None
         if not (path / _CONFIG).is_file():
             checkpoint = Place(path, CheckpointOptions().folder).locate()
-            folder, text = checkpoint / MODEL_FOLDER, _text_of(open_whole_checkpoint(checkpoint)[1])
+            run = open_whole_checkpoint(checkpoint)[1]
+            folder, text = checkpoint / MODEL_FOLDER, _text_of(run)
         elif (path / "tokenizer.json").is_file():
             text = TextOptions(tokenizer=path)
         text = parse_options(EvalOptions, "eval", arguments, EvalOptions(text=text)).text
-        return _Source(folder, options.as_training(LlamaConfig.from_hf(folder), text), checkpoint)
+        data, validation, named = _what_to_read(options, run)
+        training = options.as_training(LlamaConfig.from_hf(folder), text, data, validation)
+        return _Source(folder, training, named, checkpoint)
     except (OSError, CheckpointError, ValueError) as error:
         raise UsageError(f"cannot evaluate {path}: {error}") from None
 
@@ -121,6 +130,26 @@ def _text_of(state: TrainState) -> TextOptions:
     if kept.get("tokenizer") is not None:
         kept["tokenizer"] = Path(kept["tokenizer"])
     return TextOptions(**kept)
+
+
+def _what_to_read(options: EvalOptions, run: TrainState | None) -> tuple[Path | None, ValidationOptions | None, str]:
+    """The file or folder of the text, how its end was held out in training if that is to be read, and all in words."""
+    if options.data is not None or run is None:
+        return options.data, None, _name(options.data)
+    before = run.options
+    data = Path(before["data"]) if before.get("data") else None
+    validation = dict(before.get("validation") or {})
+    if not validation.get("freq"):
+        return data, None, f"{_name(data)}, which the run was trained on"
+    if validation.get("data"):
+        data = Path(validation["data"])
+        return data, None, f"{_name(data)}, which the run was validated on"
+    held_out = ValidationOptions(freq=1, held_out=validation["held_out"])
+    return data, held_out, f"the end of {_name(data)}, which the run was validated on"
+
+
+def _name(data: Path | None) -> str:
+    return "the source of Python's standard library" if data is None else str(data)
 
 
 def _work(options: EvalOptions, source: _Source) -> int:
@@ -139,7 +168,7 @@ def _work(options: EvalOptions, source: _Source) -> int:
         platform.ensure_initialized(options.device)
         like = get_weight_backend().empty_on(options.device)
         check_weights(source.checkpoint, every_rank(), like)
-    found = evaluate(source.options, source.folder, options.batches)
+    found = evaluate(source.options, source.folder, options.max_batches, named=source.text)
     if platform.rank() == 0:
         row = {
             "loss": found.loss,
@@ -160,15 +189,24 @@ def _work(options: EvalOptions, source: _Source) -> int:
     return 0
 
 
-def evaluate(options: TrainOptions, weights: Path, batches: int = 0) -> Validation:
-    """The loss of the weights in a Hugging Face folder on the text of ``options``; collective over the job.
+def evaluate(options: TrainOptions, weights: Path, batches: int = 0, named: str = "the text") -> Validation:
+    """The loss of the weights in a Hugging Face folder on the text of ``options``, or on its end where that is held
+    out. Collective over the job; rank 0 says what it does, and how far it is.
+
+    Args:
+        options: of a job with that model.
+        weights: the folder.
+        batches: how many to look at; 0: all.
+        named: what to call the text.
 
     Raises:
         CheckpointError: the weights do not fit ``options.model``, or cannot be read; the same on all ranks.
     """
     from hyper_parallel.core.device_mesh import init_device_mesh
     from hyper_parallel.loss_parallel import get_train_context
+    from hyper_parallel.platform import get_platform
     from hyper_parallel.platform.training import load_training_tools
+    from hyper_parallel.trainer.eval_progress import EvalProgress
     from hyper_parallel.trainer.setup import build_model, make_loss
     from hyper_parallel.trainer.validator import Validator
 
@@ -180,4 +218,16 @@ def evaluate(options: TrainOptions, weights: Path, batches: int = 0) -> Validati
     model = build_model(options, mesh, tools, weights=weights).model
     context = get_train_context(config.loss_parallel_enabled, config)
     loss = make_loss(options, model, context)
-    return Validator(model, loss, context, open_text(options), mesh, max_batches=batches).run()
+    text, held_out = open_texts(options)
+    text = text if held_out is None else held_out
+    validator = Validator(model, loss, context, text, mesh, max_batches=batches)
+    if get_platform().rank() != 0:
+        return validator.run()
+    whole, size = -(-text.windows // text.batch_size), f"{text.batch_size} x {text.sequence_length} tokens"
+    part = "all" if validator.batches == whole else f"the first {validator.batches:,} of"
+    print(f"{weights} on {named}: {part} {whole:,} batches of {size}", flush=True)
+    progress = EvalProgress(validator.batches)
+    try:
+        return validator.run(progress.step)
+    finally:
+        progress.close()

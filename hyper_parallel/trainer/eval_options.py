@@ -10,10 +10,13 @@ from hyper_parallel.config import ParallelismConfig
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.platform import default_backend
 from hyper_parallel.trainer.data_options import TextOptions
-from hyper_parallel.trainer.options import TrainingOptions, TrainOptions
+from hyper_parallel.trainer.options import TrainingOptions, TrainOptions, ValidationOptions
 from hyper_parallel.trainer.output_folder import settle_output
 
 __all__ = ["EvalOptions"]
+
+_BATCHES = 100
+"""Of a text that nobody has named: a look that takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class EvalOptions:
     run, whose last checkpoint is taken."""
 
     data: Path | None = None
-    """A file or a folder of text or of JSON lines; None: the source of Python's standard library."""
+    """A file or a folder of text or of JSON lines; None: what the run was validated on, else what it was trained on;
+    for a Hugging Face folder the source of Python's standard library."""
 
     output: Path = Path("outputs/eval_{backend}")
     """Where ``eval.json`` and logs are written. ``{backend}`` stands for the name of the framework."""
@@ -45,8 +49,9 @@ class EvalOptions:
     sequence_length: int = 128
     """Tokens of a window. What is left at the end of the text is not looked at."""
 
-    batches: int = 0
-    """How many batches to look at; 0: all of the text."""
+    batches: int | None = None
+    """How many batches to look at, from the text's beginning; 0: all; None: all of the text that ``data`` names, 100 of
+    another."""
 
     loss: Literal["cross_entropy", "chunked", "linear"] = "cross_entropy"
     """As in training."""
@@ -58,8 +63,10 @@ class EvalOptions:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
 
     def __post_init__(self) -> None:
-        if self.nproc < 1 or self.batches < 0:
-            raise ValueError(f"nproc must be at least 1 and batches at least 0, found {self.nproc} and {self.batches}")
+        if self.nproc < 1:
+            raise ValueError(f"nproc must be at least 1, found {self.nproc}")
+        if self.batches is not None and self.batches < 0:
+            raise ValueError(f"batches must be at least 0, found {self.batches}")
         if self.batch_size % self.parallelism.data_parallel_degree:
             raise ValueError(
                 f"batch_size ({self.batch_size}) must be a multiple of data_parallel_degree "
@@ -73,10 +80,23 @@ class EvalOptions:
         settle_output(self)
         self.as_training(LlamaConfig(), self.text)
 
-    def as_training(self, model: LlamaConfig, text: TextOptions) -> TrainOptions:
-        """The options of a job with this model and text."""
+    @property
+    def max_batches(self) -> int:
+        """How many batches to look at; 0: all."""
+        if self.batches is None:
+            return 0 if self.data is not None else _BATCHES
+        return self.batches
+
+    def as_training(
+        self,
+        model: LlamaConfig,
+        text: TextOptions,
+        data: Path | None = None,
+        validation: ValidationOptions | None = None,
+    ) -> TrainOptions:
+        """The options of a job with this model and text; where these options name no text, on ``data``."""
         return TrainOptions(
-            data=self.data,
+            data=data if self.data is None else self.data,
             output=self.output,
             nproc=self.nproc,
             backend=self.backend,
@@ -86,6 +106,7 @@ class EvalOptions:
             training=TrainingOptions(
                 batch_size=self.batch_size, sequence_length=self.sequence_length, loss=self.loss
             ),
+            validation=validation or ValidationOptions(),
             plan=self.plan,
             parallelism=self.parallelism,
         )

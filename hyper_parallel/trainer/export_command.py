@@ -12,6 +12,7 @@ from pathlib import Path
 import tyro
 
 from hyper_parallel.errors import CheckpointError
+from hyper_parallel.trainer.byte_tokenizer_files import write_byte_tokenizer
 from hyper_parallel.trainer.checkpoint_folder import Place
 from hyper_parallel.trainer.checkpoint_options import CheckpointOptions
 from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
@@ -77,9 +78,7 @@ def export(options: ExportOptions) -> list[str]:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         written = export_folder(checkpoint / MODEL_FOLDER, draft, options.max_shard_bytes)
-        for name, file in _tokenizer(state.options).items():
-            shutil.copyfile(file, draft / name)
-            written.append(name)
+        written += _write_tokenizer(state.options, draft)
         draft.replace(target)
     except OSError as error:
         raise CheckpointError(f"cannot write {error.filename or draft}: {error.strerror}") from None
@@ -88,14 +87,22 @@ def export(options: ExportOptions) -> list[str]:
     return written
 
 
-def _tokenizer(options: object) -> dict[str, Path]:
-    """The file of the tokenizer that the run has named, and those beside it, under the names that Hugging Face's
-    libraries look for; none for bytes, or where it is gone.
+def _write_tokenizer(options: object, target: Path) -> list[str]:
+    """Copy the file of the tokenizer that the run has named, and those beside it, under the names that Hugging Face's
+    libraries look for, or write that of bytes; nothing where a named one is gone. Returns the files' names.
     """
     text = options.get("text") if isinstance(options, dict) else None
-    named = text.get("tokenizer") if isinstance(text, dict) else None
-    if not isinstance(named, str):
-        return {}
+    if not isinstance(text, dict):
+        return []
+    named = text.get("tokenizer")
+    if named is None:
+        return write_byte_tokenizer(target)
     file = Path(named) / _TOKENIZER if Path(named).is_dir() else Path(named)
+    if not file.is_file():
+        print(f"the tokenizer of the run, {file}, is gone: none is written", file=sys.stderr)
+        return []
     found = {_TOKENIZER: file, **{name: file.with_name(name) for name in _BESIDE_IT}}
-    return {name: path for name, path in found.items() if file.is_file() and path.is_file()}
+    found = {name: path for name, path in found.items() if path.is_file()}
+    for name, path in found.items():
+        shutil.copyfile(path, target / name)
+    return list(found)

@@ -70,8 +70,11 @@ def run_worker(
             raise ValueError(
                 f"nothing to train: the checkpoint is of step {start} of {options.steps}; raise steps to go on from it"
             )
+        metrics = options.output / METRICS_FILE
+        if platform.rank() == 0 and not checkpoints.continues and metrics.exists():
+            print(f"{metrics} of an earlier run is replaced; another --output would keep it", flush=True)
         log = MetricsLog(
-            options.output / METRICS_FILE,
+            metrics,
             options.steps,
             training.log_interval,
             mesh,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hyper_parallel.errors import how_to_install
+from hyper_parallel.trainer.byte_tokenizer_files import is_byte_tokenizer
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.data_tokens import DataError
 from hyper_parallel.trainer.text import ByteTokenizer
@@ -115,9 +116,12 @@ def load_tokenizer(options: TextOptions) -> Tokenizer:
     Raises:
         DataError: it cannot be used.
     """
-    path = options.tokenizer
+    path, marks = options.tokenizer, (options.bos_token, options.eos_token)
     if path is not None:
-        return JsonTokenizer(path / "tokenizer.json" if path.is_dir() else path, options.bos_token, options.eos_token)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if marks == (None, None) and is_byte_tokenizer(file):
+            return ByteTokenizer()  # the same ids, sooner, and without the package
+        return JsonTokenizer(file, *marks)
     for name in ("bos_token", "eos_token"):
         if getattr(options, name) is not None:
             raise DataError(f"{name} is {getattr(options, name)!r}, but there is no tokenizer whose token it could be")

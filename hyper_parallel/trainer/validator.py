@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hyper_parallel.core.device_mesh import DeviceMesh
@@ -47,8 +49,11 @@ class Validator:
         batches = -(-text.windows // text.batch_size)
         self.batches = min(batches, max_batches) if max_batches else batches
 
-    def run(self) -> Validation:
+    def run(self, after_batch: Callable[[], object] | None = None) -> Validation:
         """The mean loss. Collective over the mesh.
+
+        Args:
+            after_batch: called after each, on each rank.
 
         Raises:
             ValueError: no token of the text has a label.
@@ -60,6 +65,8 @@ class Validator:
                 batch = self._batch(index)
                 losses += float(platform.to_numpy(self._sum(batch)))
                 tokens += batch.valid_tokens
+                if after_batch is not None:
+                    after_batch()
         total = platform.all_reduce(self._on_device(np.array([losses], np.float32)), "sum", self.mesh.get_group("dp"))
         count = platform.all_reduce(self._on_device(np.array([tokens], np.int64)), "sum", self.mesh.get_group("dp"))
         found = int(platform.to_numpy(count)[0])

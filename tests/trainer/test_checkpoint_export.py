@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 from hyper_parallel.cli import main
+from hyper_parallel.trainer.byte_tokenizer_files import write_byte_tokenizer
 from hyper_parallel.trainer.command_line import parse_train_options
-from hyper_parallel.trainer.export_command import _tokenizer
+from hyper_parallel.trainer.data_options import TextOptions
+from hyper_parallel.trainer.export_command import _write_tokenizer
+from hyper_parallel.trainer.text import ByteTokenizer
+from hyper_parallel.trainer.tokenizer import JsonTokenizer, load_tokenizer
 from tests.harness import run_distributed
 from tests.trainer.checkpoint_jobs import EVERY_2, arguments_of, train, write_text
 
@@ -73,18 +78,50 @@ def test_one_checkpoint_can_be_named(root: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "2/config.json").read_text())["model_type"] == "llama"
 
 
-def test_the_tokenizer_is_the_file_that_the_run_was_given(tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_file_that_the_run_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("tokenizer.json", "other.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(name)
 
-    def found(path: Path | None) -> dict[str, str]:
-        options = {"text": {"tokenizer": None if path is None else str(path)}}
-        return {name: file.read_text() for name, file in _tokenizer(options).items()}
+    def found(path: Path) -> dict[str, str]:
+        target = tmp_path / "target"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        written = _write_tokenizer({"text": {"tokenizer": str(path)}}, target)
+        assert sorted(written) == sorted(file.name for file in target.iterdir())
+        return {name: (target / name).read_text() for name in written}
 
     beside = {"tokenizer_config.json": "tokenizer_config.json"}
     assert found(tmp_path / "other.json") == {"tokenizer.json": "other.json", **beside}
     assert found(tmp_path) == {"tokenizer.json": "tokenizer.json", **beside}
-    assert found(tmp_path / "gone.json") == found(None) == {}
+    assert capsys.readouterr().err == ""
+    assert found(tmp_path / "gone.json") == {}
+    assert "gone.json, is gone: none is written" in capsys.readouterr().err
+
+
+def test_a_run_on_bytes_leaves_a_tokenizer_of_bytes(root: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    target = tmp_path / "exported"
+    assert main(["export", str(root / "run"), str(target)]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    text = "".join(map(chr, range(0x250))) + " two  spaces\n\u4e2d\u6587 \U0001f600\r\n\t end"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == ByteTokenizer.encode(text).tolist()
+    assert tokenizer.decode(ids) == text
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert marks == (ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id)
+    assert len(tokenizer) == ByteTokenizer.vocab_size
+
+
+def test_the_tokenizer_of_bytes_is_known_again(root: Path, tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    assert isinstance(load_tokenizer(TextOptions(tokenizer=tmp_path)), ByteTokenizer)
+    by_the_package = JsonTokenizer(tmp_path / "tokenizer.json")
+    content = "héllo <bos>".encode()
+    assert by_the_package.encode_batch([content])[0].tolist() == list(content)
+    assert (by_the_package.bos_id, by_the_package.eos_id) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
+    with open(tmp_path / "tokenizer.json", "a") as file:
+        file.write("\n")
+    assert isinstance(load_tokenizer(TextOptions(tokenizer=tmp_path)), JsonTokenizer)
 
 
 def test_what_cannot_be_exported_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from hyper_parallel.core.device_mesh import init_device_mesh
 from hyper_parallel.models.llama.config import LlamaConfig
 from hyper_parallel.platform.weights import get_weight_backend
 from hyper_parallel.tensor_parallel.model_tensors import every_rank
+from hyper_parallel.trainer import eval_progress
 from hyper_parallel.trainer.checkpoint_manifest import FileFacts, Manifest
 from hyper_parallel.trainer.checkpoint_read import check_weights
 from hyper_parallel.trainer.checkpoint_state import TrainState
 from hyper_parallel.trainer.command_line import UsageError, parse_options, parse_train_options
 from hyper_parallel.trainer.data_options import TextOptions
-from hyper_parallel.trainer.eval_command import _find
+from hyper_parallel.trainer.eval_command import _find, _what_to_read
 from hyper_parallel.trainer.eval_options import EvalOptions
 from hyper_parallel.trainer.trainer import Trainer
 from hyper_parallel.trainer.validation_text import open_texts
@@ -129,11 +131,73 @@ def test_eval_of_a_checkpoint_is_the_last_validation(text: Path, tmp_path: Path)
         assert result["tokens"] == trained["validation_tokens"][4]
 
 
-def checkpoint_of(folder: Path, **text: object) -> Path:
-    """A checkpoint without tensors, of a run with these options of its text."""
+def test_without_a_text_of_its_own_eval_takes_what_the_run_was_validated_on(text: Path, tmp_path: Path) -> None:
+    trained = train(text, 1, 1, "--checkpoint.enable", *VALIDATION, "--output", str(tmp_path / "run"))
+    options = ["--batches", "0", "--batch-size", "4", "--sequence-length", "32", "--output", str(tmp_path / "out")]
+    done = run_cli("eval", str(tmp_path / "run"), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"on the end of {text}, which the run was validated on: all " in done.stdout
+    found = json.loads((tmp_path / "out/eval.json").read_text())
+    assert found["loss"] == pytest.approx(trained["validation_loss"][4], rel=1e-5)
+    assert found["tokens"] == trained["validation_tokens"][4]
+    done = run_cli("eval", str(tmp_path / "run"), *options, "--batches", "2")
+    assert "validated on: the first 2 of " in done.stdout, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out/eval.json").read_text())["tokens"] <= 2 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({}, "the source of Python's standard library, which the run was trained on"),
+        ({"data": "a", "validation": {"freq": 0, "data": "b", "held_out": 0.1}}, "a, which the run was trained on"),
+        ({"data": "a", "validation": {"freq": 2, "data": "b", "held_out": 0.1}}, "b, which the run was validated on"),
+        (
+            {"data": "a", "validation": {"freq": 2, "data": None, "held_out": 0.1}},
+            "the end of a, which the run was validated on",
+        ),
+    ],
+)
+def test_what_eval_reads_when_nobody_says(run: dict[str, object], said: str) -> None:
+    state = TrainState(3, 3, {}, {}, "torch", [], run, {})
+    data, validation, words = _what_to_read(EvalOptions(), state)
+    assert words == said and (validation is not None) == said.startswith("the end")
+    assert data is None or str(data) in words.replace("the end of ", "").split(",")
+    assert _what_to_read(EvalOptions(data=Path("c")), state) == (Path("c"), None, "c")
+    assert _what_to_read(EvalOptions(), None) == (None, None, "the source of Python's standard library")
+
+
+def test_a_text_that_nobody_named_is_looked_at_in_part() -> None:
+    assert EvalOptions().max_batches == 100 and EvalOptions(data=Path("c")).max_batches == 0
+    assert EvalOptions(batches=0).max_batches == 0 and EvalOptions(batches=7, data=Path("c")).max_batches == 7
+    with pytest.raises(ValueError, match="batches must be at least 0, found -1"):
+        EvalOptions(batches=-1)
+
+
+def test_the_text_of_the_run_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"data": str(tmp_path / "gone")}
+    weights = checkpoint_of(tmp_path / "step_000003", run=run)
+    assert cli.main(["eval", str(weights), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'gone'}" in error and "name another text with --data" in error
+
+
+def test_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(eval_progress.time, "monotonic", lambda: now)
+    progress = eval_progress.EvalProgress(1200)
+    for _ in range(480):
+        now += 1 / 16
+        progress.step()
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "160 of 1,200 batches, 65 s left" and len(lines) == 3
+
+
+def checkpoint_of(folder: Path, run: Mapping[str, object] | None = None, **text: object) -> Path:
+    """A checkpoint without tensors, of a run with these options, and these of its text."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(LlamaConfig().to_hf()))
-    state = TrainState(3, 3, {}, {}, "torch", [], {"text": {"cache": "elsewhere", **text}}, {})
+    state = TrainState(3, 3, {}, {}, "torch", [], {"text": {"cache": "elsewhere", **text}, **(run or {})}, {})
     (folder / "state.json").write_text(state.encode())
     files = {name: FileFacts.of(folder / name) for name in ("state.json", "model/config.json")}
     Manifest(3, files).write(folder)
