@@ -4,7 +4,8 @@ Directives are HTML comments in front of a block (or, for ``page``, on the first
 
 - ``<!-- page: ranks=2 -->``: the page's Python blocks run in order, in one namespace, on that many ranks.
 - ``<!-- ranks: 4 -->``: this block runs by itself on that many ranks.
-- ``<!-- script: NAME -->``: this block is a program of its own, run as a file of that name.
+- ``<!-- script: NAME -->``: this block is a program of its own, run as a file of that name: by itself, and on two
+  processes, as the page's commands say.
 - ``<!-- file: NAME -->``: this block is a file that the page's programs need.
 - ``<!-- mindspore -->``: this block is part of the page's MindSpore program, which runs as the other one does.
 - ``<!-- mindspore: NAME -->``: this block is a MindSpore program of its own, run as a file of that name.

@@ -40,7 +40,7 @@ def commands(page: Page) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_exists(page: Page) -> None:
     for command in commands(page):
-        program, *arguments = shlex.split(command)
+        program, *arguments = shlex.split(re.sub(r"^[A-Za-z_]+=\S* ", "", command))
         check = globals().get(f"check_{program.replace('-', '_')}")
         assert check is not None, f"{page.name} names {command!r}, which no check here knows"
         check(page, arguments)

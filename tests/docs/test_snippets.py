@@ -27,8 +27,15 @@ def scripts(directive: str, launcher: str) -> list[tuple[Page, Block, int]]:
         for page in PAGES.values()
         for block in page.blocks
         if block.directive == directive and block.value and page.name != "README.zh-CN.md"  # it shows README.md's
-        for ranks in ((1, 2) if launcher in page.text else (1,))
+        for ranks in processes(page, block.value, launcher)
     ]
+
+
+def processes(page: Page, script: str, launcher: str) -> list[int]:
+    lines = [line for block in page.blocks if block.language == "bash" for line in block.text.splitlines()]
+    launched = any(launcher in line and line.endswith(script) for line in lines)
+    alone = f"python {script}" in lines or not launched
+    return [1] * alone + [2] * launched
 
 
 def names(found: list[tuple[Page, Block, int]]) -> list[str]:
