@@ -4,6 +4,7 @@
     nox -s "torch(2.12.0)"       one of them
     nox -s mindspore
     nox -s refused               older ones: the library says so, and nothing else happens
+    nox -s unsupported           the suite on one of those, with the refusal taken out
     nox -s torch -- tests/core   a part of the suite, which is not written down
 
 A release is installed with all that it depends on, for PyTorch several gigabytes.
@@ -11,13 +12,22 @@ A release is installed with all that it depends on, for PyTorch several gigabyte
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent))  # nox itself runs from elsewhere
-from tools.releases import PART, REFUSED, RELEASES, write_refusal, write_result  # noqa: E402
+from tools.releases import (  # noqa: E402
+    PART,
+    REFUSED,
+    RELEASES,
+    UNSUPPORTED,
+    copy_without_refusal,
+    write_refusal,
+    write_result,
+)
 
 _ASK = """
 import sys
@@ -74,3 +84,22 @@ def refused(session: nox.Session, release: str) -> None:
     if not message.startswith("PlatformError: "):
         session.error(f"{release} is not refused: {message}")
     write_refusal(framework, number, message.removeprefix("PlatformError: "))
+
+
+@nox.session
+@nox.parametrize("release", UNSUPPORTED, ids=UNSUPPORTED)
+def unsupported(session: nox.Session, release: str) -> None:
+    """The suite on a release that is refused: which tests fail there, and how many do not."""
+    framework, number = release.split()
+    sources = Path(session.create_tmp()).resolve() / "sources"
+    shutil.rmtree(sources, ignore_errors=True)
+    copy_without_refusal(framework, number, sources)
+    session.install(f"{framework}=={number}")
+    session.install("-e", f"{sources}[train,test]")
+    report = sources / "results.xml"
+    with session.chdir(sources):
+        session.run(
+            "python", "-m", "pytest", "-q", "--tb=line", "--platform", framework, f"--junitxml={report}",
+            *PART, success_codes=[0, 1],
+        )  # fmt: skip
+    write_result(framework, number, str(report))

@@ -91,3 +91,16 @@ def test_a_result_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "before\n\n| PyTorch | 2.9.0 | 1 | 0 | 0 |\n| PyTorch | 2.10.1 | 2 | 1 | 1 |\n"
         "| PyTorch | 2.13.0 | 3 | 0 | 0 |\n| MindSpore | 2.10.0 | 2 | 1 | 1 |\n\nafter\n"
     )
+
+
+@pytest.mark.parametrize("release", releases.UNSUPPORTED)
+def test_the_refusal_can_be_taken_out(release: str, tmp_path: Path) -> None:
+    framework, number = release.split()
+    assert release in releases.REFUSED
+    releases.copy_without_refusal(framework, number, tmp_path / "sources")
+    file = releases._BOUNDS[framework]
+    before, after = (ROOT / file).read_text().splitlines(), (tmp_path / "sources" / file).read_text().splitlines()
+    assert [new for old, new in zip(before, after, strict=True) if old != new] == [
+        line.replace("(2, 10)", "(2, 9)") for line in before if line.startswith("_OLDEST")
+    ]
+    assert (tmp_path / "sources/tests/conformance").is_dir() and not (tmp_path / "sources/.git").exists()
