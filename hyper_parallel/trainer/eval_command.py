@@ -144,7 +144,7 @@ def _what_to_read(options: EvalOptions, run: TrainState | None) -> tuple[Path | 
     if validation.get("data"):
         data = Path(validation["data"])
         return data, None, f"{_name(data)}, which the run was validated on"
-    held_out = ValidationOptions(freq=1, held_out=validation["held_out"])
+    held_out = ValidationOptions(freq=1, held_out=validation.get("held_out", ValidationOptions().held_out))
     return data, held_out, f"the end of {_name(data)}, which the run was validated on"
 
 
