@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,9 +9,10 @@ from hyper_parallel import __version__
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.platform import get_platform
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree
-from hyper_parallel.trainer.checkpoint_folder import Place, list_steps, remove_leftovers, step_name
+from hyper_parallel.trainer.checkpoint_folder import Place, remove_leftovers
 from hyper_parallel.trainer.checkpoint_read import read_checkpoint
-from hyper_parallel.trainer.checkpoint_state import TrainState, describe_options, option_changes
+from hyper_parallel.trainer.checkpoint_start import check_state, checkpoints_of, find_start, place_of_start
+from hyper_parallel.trainer.checkpoint_state import TrainState, describe_options
 from hyper_parallel.trainer.checkpoint_tensors import TrainedParts
 from hyper_parallel.trainer.checkpoint_write import write_checkpoint
 from hyper_parallel.trainer.data import PackedText
@@ -34,7 +34,7 @@ class Checkpointer:
     def __init__(self, options: TrainOptions, parts: TrainedParts, text: PackedText) -> None:
         self._options, self._parts, self._text = options, parts, text
         self._settings = options.checkpoint
-        self._folder = _real(options.output / self._settings.folder)
+        self._folder = checkpoints_of(options)
         self._written = -1
         self.continues = False
         """Whether :meth:`resume` went on with the run that is in the output folder, whose metrics are then kept."""
@@ -52,9 +52,7 @@ class Checkpointer:
         state = read_checkpoint(path, self._parts, self._options.seed)
         changes, error = [], None
         try:
-            changes = option_changes(state.options, self._options)
-            if self._text.resume(dict(state.data)) != state.step or state.step > self._options.steps:
-                raise CheckpointError(f"{path} is of step {state.step}; expected at most steps ({self._options.steps})")
+            changes = check_state(path, state, self._options, self._text)
         except ValueError as e:
             error = e
         agree(error, [""], "going on from a checkpoint", self._parts.ranks(), self._parts.like())
@@ -92,44 +90,16 @@ class Checkpointer:
 
     def _choose(self) -> Path | None:
         """The checkpoint to go on from. The first rank looks, so that all see the same."""
-        settings = self._settings
-        if settings.resume == "none" or (settings.resume == "auto" and not settings.enable):
-            place, found = Place(_real(self._options.output), settings.folder), Place.NOWHERE
-        elif settings.resume == "auto":
-            place, found = Place(_real(self._options.output), settings.folder), None
-        else:
-            place, found = Place(_real(Path(settings.resume)), settings.folder), None
-        ranks, error = self._parts.ranks(), None
+        ranks, found, error = self._parts.ranks(), Place.NOWHERE, None
         try:
             if ranks.rank == 0:
-                found = place.find() if found is None else found
-                if found == Place.NOWHERE and settings.resume not in ("auto", "none"):
-                    raise CheckpointError(place.nothing())
-                self._make_room(None if found == Place.NOWHERE else place.at(found))
+                found = find_start(self._options)
+                if self._settings.enable:
+                    remove_leftovers(self._folder)
         except OSError as e:
             error = CheckpointError(f"cannot use {e.filename or self._folder}: {e.strerror}")
         except CheckpointError as e:
             error = e
-        numbers = agree(error, [""], "finding a checkpoint", ranks, self._parts.like(), found or Place.NOWHERE)
+        numbers = agree(error, [""], "finding a checkpoint", ranks, self._parts.like(), found)
         told = (int(numbers[0, 0]), int(numbers[0, 1]))
-        return None if told == Place.NOWHERE else place.at(told)
-
-    def _make_room(self, start: Path | None) -> None:
-        """Nothing may be in the way of what this run will write, or be taken for its checkpoints later."""
-        if not self._settings.enable:
-            return
-        remove_leftovers(self._folder)
-        steps = list_steps(self._folder)
-        inside = start is not None and start.parent == self._folder
-        begins = next((step for step in steps if inside and start is not None and step_name(step) == start.name), -1)
-        if others := [step for step in steps if step > begins]:
-            raise CheckpointError(
-                f"{self._folder} holds {step_name(others[-1])} of another run, and this one begins "
-                f"{'anew' if start is None else f'after {start}'}; remove it, go on from it "
-                "(--checkpoint.resume auto), or choose another output folder"
-            )
-
-
-def _real(path: Path) -> Path:
-    """One spelling for one folder."""
-    return Path(os.path.realpath(path))
+        return None if told == Place.NOWHERE else place_of_start(self._options).at(told)

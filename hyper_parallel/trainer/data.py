@@ -67,7 +67,7 @@ class PackedText:
         if self.windows < self.batch_size:
             raise DataError(
                 f"{len(self.tokens)} tokens of text give {self.windows} windows of {self.sequence_length}; "
-                f"a batch needs {self.batch_size}: use more text, shorter windows or a smaller batch"
+                f"a batch needs {self.batch_size}: use more text, or a smaller sequence_length or batch_size"
             )
 
     @property

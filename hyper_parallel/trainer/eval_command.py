@@ -80,6 +80,7 @@ def _run(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     command = [sys.executable, "-m", "hyper_parallel", "eval", *arguments]
+    print(f"starting {options.nproc} processes of {options.backend}", flush=True)
     run_job(command, nproc=options.nproc, backend=options.backend, log_folder=options.output / "logs")
     return 0
 

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from hyper_parallel.trainer.checkpoint_folder import list_steps
+from hyper_parallel.trainer.checkpoint_start import check_start, checkpoints_of
 from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
 from hyper_parallel.trainer.completed import completed_run, describe_completed
@@ -16,7 +18,7 @@ from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.output_folder import check_output, mark_output
 from hyper_parallel.trainer.processes import check_processes
 from hyper_parallel.trainer.report import describe_run, missing_packages
-from hyper_parallel.trainer.summary import RunSummary
+from hyper_parallel.trainer.summary import METRICS_FILE, RunSummary
 from hyper_parallel.trainer.validation_text import open_texts
 from hyper_parallel.trainer.worker import ERROR_FILE, run_guarded
 
@@ -83,8 +85,8 @@ def check(options: TrainOptions) -> None:
     """What can be known to be wrong before any worker starts; workers find the token ids ready afterwards.
 
     Raises:
-        UsageError: degrees, processes and devices, the model, the text, the output folder, or the installed packages do
-            not fit.
+        UsageError: degrees, processes and devices, the model, the text, the output folder, the checkpoint to go on
+            from, or the installed packages do not fit.
     """
     check_processes(options.parallelism, options.nproc)
     if missing := missing_packages(options):
@@ -93,7 +95,7 @@ def check(options: TrainOptions) -> None:
     try:
         check_output(options.output)
         check_model(options)
-        open_texts(options)
+        check_start(options, open_texts(options)[0])
         mark_output(options.output)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -129,6 +131,7 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
         JobInterrupted: the job was stopped by a signal.
     """
     command = [sys.executable, "-m", "hyper_parallel", name, *arguments]
+    print(f"starting {options.nproc} processes of {options.backend}", flush=True)
     saves = options.checkpoint.enable and options.checkpoint.save_on_stop
     try:
         run_job(
@@ -139,5 +142,14 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
             stop_seconds=_SAVE_SECONDS if saves else STOP_SECONDS,
         )
     except JobInterrupted:
-        print(f"\nwhat there is so far is in {options.output}", file=sys.stderr)
+        print(f"\n{_what_is_left(options)}", file=sys.stderr)
         raise
+
+
+def _what_is_left(options: TrainOptions) -> str:
+    """Of a job that was stopped."""
+    if not (options.output / METRICS_FILE).exists():
+        return "nothing was trained"
+    found = f"what there is so far is in {options.output}"
+    steps = list_steps(checkpoints_of(options)) if options.checkpoint.enable else []
+    return f"{found}; the same command goes on after step {steps[-1]}" if steps else found

@@ -225,3 +225,30 @@ def test_a_new_run_does_not_write_among_checkpoints_of_another(root: Path, whole
         errors = failures(root, "whole", *kept, how)
         assert all("holds step_000006 of another run" in str(e.message) for e in errors)
     assert steps_in(root, "whole") == [2, 4, 6]
+
+
+def test_a_run_without_checkpoints_is_kept_from_a_folder_that_has_some(
+    root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = "holds step_000006 of an earlier run, which would be taken for one of this run; go on from it"
+    assert main(["train", *arguments_of(root, "whole"), "--nproc", "2"]) == 2
+    said = capfd.readouterr()
+    assert message in said.err and "starting" not in said.out and len(said.err.splitlines()) == 1
+    assert all(message in str(error.message) for error in failures(root, "whole"))
+    assert read_losses(root / "whole/metrics.jsonl") == whole
+
+
+def test_what_cannot_go_on_is_said_before_anything_starts(
+    root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", *arguments_of(root, "whole", *EVERY_2), "--nproc", "2", "--steps", "8"]
+    path = root / "whole/checkpoints/step_000006"
+    for options, message in (
+        (["--training.sequence-length", "8"], f"cannot go on from {path}: the position in the text was taken with "),
+        (["--model.hidden-size", "64"], f"cannot go on from {path}: the checkpoint holds another model: model.hidd"),
+        (["--checkpoint.resume", "none"], "holds step_000006 of another run, and this one begins anew"),
+        (["--checkpoint.resume", str(root / "text")], f"no checkpoint at {root / 'text'}"),
+    ):
+        assert main([*again, *options]) == 2
+        said = capfd.readouterr()
+        assert message in said.err and "starting" not in said.out and len(said.err.splitlines()) == 1

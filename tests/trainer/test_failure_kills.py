@@ -129,6 +129,7 @@ def test_a_signal_saves_after_the_step(number: signal.Signals, tmp_path: Path) -
     assert time.monotonic() - began < SECONDS and process.returncode == 128 + number, out
     assert "Traceback" not in out
     assert steps_in(tmp_path, "run") == steps_logged(tmp_path, "run")[-1:]
+    assert f"the same command goes on after step {steps_in(tmp_path, 'run')[0]}" in out
 
 
 @pytest.mark.platform("torch")

@@ -1,0 +1,98 @@
+"""From which checkpoint a job goes on, and what stands in its way. No collectives, no framework."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hyper_parallel.errors import CheckpointError
+from hyper_parallel.trainer.checkpoint_folder import Place, list_steps, step_name
+from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
+from hyper_parallel.trainer.checkpoint_state import TrainState, option_changes
+from hyper_parallel.trainer.data import PackedText
+from hyper_parallel.trainer.options import TrainOptions
+
+__all__ = ["check_start", "check_state", "checkpoints_of", "find_start", "place_of_start"]
+
+
+def checkpoints_of(options: TrainOptions) -> Path:
+    """The folder that the job writes its checkpoints into; one spelling for one folder."""
+    return _real(options.output / options.checkpoint.folder)
+
+
+def place_of_start(options: TrainOptions) -> Place:
+    """Where to look for a checkpoint."""
+    settings = options.checkpoint
+    named = settings.resume not in ("auto", "none")
+    return Place(_real(Path(settings.resume) if named else options.output), settings.folder)
+
+
+def find_start(options: TrainOptions) -> tuple[int, int]:
+    """What :meth:`Place.find` finds there, and is wanted.
+
+    Raises:
+        CheckpointError: one was named and is not there, or checkpoints of another run are in the way.
+        OSError: a folder cannot be read.
+    """
+    settings, place = options.checkpoint, place_of_start(options)
+    unwanted = settings.resume == "none" or (settings.resume == "auto" and not settings.enable)
+    found = Place.NOWHERE if unwanted else place.find()
+    if found == Place.NOWHERE and settings.resume not in ("auto", "none"):
+        raise CheckpointError(place.nothing())
+    _check_room(options, None if found == Place.NOWHERE else place.at(found))
+    return found
+
+
+def check_start(options: TrainOptions, text: PackedText) -> None:
+    """What can be known of going on before any rank runs: from small files alone.
+
+    Raises:
+        CheckpointError: as :func:`find_start` and :func:`check_state`; or the checkpoint is damaged.
+        OSError: a folder cannot be read.
+    """
+    found = find_start(options)
+    if found == Place.NOWHERE:
+        return
+    path = place_of_start(options).at(found)
+    try:
+        check_state(path, open_whole_checkpoint(path)[1], options, text)
+    except ValueError as error:
+        raise CheckpointError(f"cannot go on from {path}: {error}; to begin anew, choose another --output") from None
+
+
+def check_state(path: Path, state: TrainState, options: TrainOptions, text: PackedText) -> list[str]:
+    """Options that have changed since the checkpoint was written, in words.
+
+    Raises:
+        CheckpointError: it does not fit the job.
+        DataError: its position is not one in this text.
+    """
+    changes = option_changes(state.options, options)
+    if text.resume(dict(state.data)) != state.step or state.step > options.steps:
+        raise CheckpointError(f"{path} is of step {state.step}; expected at most steps ({options.steps})")
+    return changes
+
+
+def _check_room(options: TrainOptions, start: Path | None) -> None:
+    """Nothing may be in the way of what this run will write, or be taken for its checkpoints later."""
+    folder = checkpoints_of(options)
+    steps = list_steps(folder)
+    inside = start is not None and start.parent == folder
+    if not options.checkpoint.enable:
+        if steps and not inside:
+            raise CheckpointError(
+                f"{folder} holds {step_name(steps[-1])} of an earlier run, which would be taken for one of this run; "
+                "go on from it (--checkpoint.enable), remove it, or choose another output folder"
+            )
+        return
+    begins = next((step for step in steps if inside and start is not None and step_name(step) == start.name), -1)
+    if others := [step for step in steps if step > begins]:
+        raise CheckpointError(
+            f"{folder} holds {step_name(others[-1])} of another run, and this one begins "
+            f"{'anew' if start is None else f'after {start}'}; remove it, go on from it "
+            "(--checkpoint.resume auto), or choose another output folder"
+        )
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
