@@ -20,7 +20,7 @@ from hyper_parallel.core.shard_spec import chunk_ranges
 from hyper_parallel.platform import Group, Platform, default_backend, get_platform
 from hyper_parallel.platform.native.rows import describe
 from hyper_parallel.platform.training import load_training_tools
-from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker, rank_command
 from hyper_parallel.trainer.launcher import JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.worker import run_guarded
 
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     if is_worker(os.environ):
         return run_guarded(lambda: _examine(options))
     _describe_host()
-    command = [sys.executable, "-m", "hyper_parallel", "doctor", *arguments]
+    command = rank_command("doctor", arguments)
     with tempfile.TemporaryDirectory() as logs:
         try:
             run_job(command, nproc=options.nproc, backend=options.backend, log_folder=Path(logs))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from hyper_parallel.trainer.command_line import UsageError, parse_options
 from hyper_parallel.trainer.data_options import TextOptions
 from hyper_parallel.trainer.devices import check_devices
 from hyper_parallel.trainer.eval_options import EvalOptions
-from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker, rank_command
 from hyper_parallel.trainer.launcher import run_job
 from hyper_parallel.trainer.options import TrainOptions, ValidationOptions
 from hyper_parallel.trainer.output_folder import check_output, mark_output
@@ -79,7 +78,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise UsageError(f"{error}{hint}") from None
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    command = [sys.executable, "-m", "hyper_parallel", "eval", *arguments]
+    command = rank_command("eval", arguments)
     print(f"starting {options.nproc} processes of {options.backend}", flush=True)
     run_job(command, nproc=options.nproc, backend=options.backend, log_folder=options.output / "logs")
     return 0

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["LAUNCHER_VARIABLES", "ProcessPlan", "is_scheduler", "is_worker", "plan_processes", "without_launcher"]
+__all__ = [
+    "LAUNCHER_VARIABLES",
+    "ProcessPlan",
+    "is_scheduler",
+    "is_worker",
+    "plan_processes",
+    "rank_command",
+    "without_launcher",
+]
 
 _HOST = "127.0.0.1"
 
@@ -34,6 +43,15 @@ LAUNCHER_VARIABLES = (
 """What torchrun, msrun and this library's launcher set."""
 
 _PREFIX = "TORCHELASTIC_"
+
+
+def rank_command(name: str, arguments: Sequence[str]) -> list[str]:
+    """The line that starts a rank of the command ``name``, with the package that this process runs: not with sources
+    that happen to lie in the current folder (Python 3.10 has no option for that).
+    """
+    root = Path(__file__).resolve().parents[2]
+    elsewhere = sys.version_info >= (3, 11) and root != Path.cwd()
+    return [sys.executable, *(["-P"] if elsewhere else []), "-m", "hyper_parallel", name, *arguments]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
 from hyper_parallel.trainer.completed import completed_run, describe_completed
 from hyper_parallel.trainer.devices import check_devices
-from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker
+from hyper_parallel.trainer.launch_environment import is_scheduler, is_worker, rank_command
 from hyper_parallel.trainer.launcher import INTERRUPTED, STOP_SECONDS, JobFailed, JobInterrupted, run_job
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.output_folder import check_output, mark_output
@@ -130,7 +130,7 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
         JobFailed: a rank failed.
         JobInterrupted: the job was stopped by a signal.
     """
-    command = [sys.executable, "-m", "hyper_parallel", name, *arguments]
+    command = rank_command(name, arguments)
     print(f"starting {options.nproc} processes of {options.backend}", flush=True)
     saves = options.checkpoint.enable and options.checkpoint.save_on_stop
     try:

@@ -194,11 +194,15 @@ def test_an_error_in_a_rank_ends_the_job_with_its_message(text: Path) -> None:
     assert "rank 0 failed: IsADirectoryError: " in out.splitlines()[-1] and str(in_the_way) in out.splitlines()[-1]
 
 
-def test_doctor_finds_working_collectives() -> None:
+def test_doctor_finds_working_collectives_from_any_folder(tmp_path: Path) -> None:
+    other = tmp_path / "hyper_parallel" / "__init__.py"  # as in an old clone; not what is installed
+    other.parent.mkdir()
+    other.write_text("raise ImportError('the wrong sources')")
+    installed = ["-P"] if sys.version_info >= (3, 11) else []
     done = subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", "doctor", "--nproc", "2"],
+        [sys.executable, *installed, "-m", "hyper_parallel", "doctor", "--nproc", "2"],
         env=environment(),
-        cwd=ROOT,
+        cwd=tmp_path if installed else ROOT,
         capture_output=True,
         text=True,
         timeout=120,
