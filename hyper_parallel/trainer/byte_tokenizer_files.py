@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,8 @@ _SPECIALS = {
 
 
 def write_byte_tokenizer(folder: Path) -> list[str]:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``, which give the ids of :class:`ByteTokenizer`.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, which give the ids of :class:`ByteTokenizer`, and a
+    ``generation_config.json``, by which a text ends where a document does.
 
     Returns:
         The names of the files.
@@ -26,24 +28,28 @@ def write_byte_tokenizer(folder: Path) -> list[str]:
     Raises:
         OSError: they cannot be written.
     """
-    config: dict[str, object] = {name: content for name, (content, _) in _SPECIALS.items()}
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    written = {"tokenizer.json": _tokenizer(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    ids = {f"{name}_id": number for name, (_, number) in _SPECIALS.items()}
+    written = {**_tokenizer_files(), "generation_config.json": _encode(ids)}
     for name, content in written.items():
         (folder / name).write_text(content, encoding="utf-8")
     return list(written)
 
 
 def is_byte_tokenizer(file: Path) -> bool:
-    """Whether it is the ``tokenizer.json`` that is written here, which :class:`ByteTokenizer` can stand for."""
+    """Whether it is the ``tokenizer.json`` that is written here, with its ``tokenizer_config.json`` beside it:
+    :class:`ByteTokenizer` can stand for it then.
+    """
+    found = _tokenizer_files()
     try:
-        return file.read_bytes() == _tokenizer().encode("utf-8")
+        return file.name in found and all(
+            file.with_name(name).read_bytes() == content.encode("utf-8") for name, content in found.items()
+        )
     except OSError:
         return False
 
 
 @cache
-def _tokenizer() -> str:
+def _tokenizer_files() -> dict[str, str]:
     """A byte-pair encoding without pairs: each byte is a token."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -58,6 +64,13 @@ def _tokenizer() -> str:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {_character(byte): byte for byte in range(256)}, "merges": []},
     }
+    config: dict[str, object] = {name: text for name, (text, _) in _SPECIALS.items()}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config["model_input_names"] = ["input_ids", "attention_mask"]
+    return {"tokenizer.json": _encode(content), "tokenizer_config.json": _encode(config)}
+
+
+def _encode(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 

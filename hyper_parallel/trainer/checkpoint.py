@@ -11,7 +11,7 @@ from hyper_parallel.platform import get_platform
 from hyper_parallel.tensor_parallel.checkpoint_agreement import agree
 from hyper_parallel.trainer.checkpoint_folder import Place, remove_leftovers
 from hyper_parallel.trainer.checkpoint_read import read_checkpoint
-from hyper_parallel.trainer.checkpoint_start import check_state, checkpoints_of, find_start, place_of_start
+from hyper_parallel.trainer.checkpoint_start import check_state, checkpoints_of, find_start, is_own, place_of_start
 from hyper_parallel.trainer.checkpoint_state import TrainState, describe_options
 from hyper_parallel.trainer.checkpoint_tensors import TrainedParts
 from hyper_parallel.trainer.checkpoint_write import write_checkpoint
@@ -60,7 +60,7 @@ class Checkpointer:
             print(f"going on after step {state.step} from {path}", flush=True)
             for change in changes:
                 print(f"  changed since then: {change}", flush=True)
-        self.continues = path.parent == self._folder
+        self.continues = is_own(path, self._options)
         self._written = state.step if self.continues else -1
         return state.step
 

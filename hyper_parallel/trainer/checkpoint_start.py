@@ -12,12 +12,17 @@ from hyper_parallel.trainer.checkpoint_state import TrainState, option_changes
 from hyper_parallel.trainer.data import PackedText
 from hyper_parallel.trainer.options import TrainOptions
 
-__all__ = ["check_start", "check_state", "checkpoints_of", "find_start", "place_of_start"]
+__all__ = ["check_start", "check_state", "checkpoints_of", "find_start", "is_own", "place_of_start"]
 
 
 def checkpoints_of(options: TrainOptions) -> Path:
     """The folder that the job writes its checkpoints into; one spelling for one folder."""
     return _real(options.output / options.checkpoint.folder)
+
+
+def is_own(checkpoint: Path, options: TrainOptions) -> bool:
+    """Whether it is one of those in the folder that the job writes into."""
+    return _real(checkpoint).parent == checkpoints_of(options)
 
 
 def place_of_start(options: TrainOptions) -> Place:
@@ -55,9 +60,15 @@ def check_start(options: TrainOptions, text: PackedText) -> None:
         return
     path = place_of_start(options).at(found)
     try:
-        check_state(path, open_whole_checkpoint(path)[1], options, text)
+        state = open_whole_checkpoint(path)[1]
+    except CheckpointError as error:
+        hint = "; remove it to go on from the one before" if options.checkpoint.resume == "auto" else ""
+        raise CheckpointError(f"{error}{hint}") from None
+    try:
+        check_state(path, state, options, text)
     except ValueError as error:
-        raise CheckpointError(f"cannot go on from {path}: {error}; to begin anew, choose another --output") from None
+        hint = "; to begin anew, choose another --output" if options.checkpoint.resume == "auto" else ""
+        raise CheckpointError(f"cannot go on from {path}: {error}{hint}") from None
 
 
 def check_state(path: Path, state: TrainState, options: TrainOptions, text: PackedText) -> list[str]:
@@ -77,16 +88,15 @@ def _check_room(options: TrainOptions, start: Path | None) -> None:
     """Nothing may be in the way of what this run will write, or be taken for its checkpoints later."""
     folder = checkpoints_of(options)
     steps = list_steps(folder)
-    inside = start is not None and start.parent == folder
-    if not options.checkpoint.enable:
-        if steps and not inside:
-            raise CheckpointError(
-                f"{folder} holds {step_name(steps[-1])} of an earlier run, which would be taken for one of this run; "
-                "go on from it (--checkpoint.enable), remove it, or choose another output folder"
-            )
-        return
+    inside = start is not None and is_own(start, options)
     begins = next((step for step in steps if inside and start is not None and step_name(step) == start.name), -1)
     if others := [step for step in steps if step > begins]:
+        if not options.checkpoint.enable:
+            raise CheckpointError(
+                f"{folder} holds {step_name(others[-1])} of an earlier run, which would be taken for one of this run; "
+                "remove it, or choose another output folder (hyper-parallel train goes on from it with "
+                "--checkpoint.enable)"
+            )
         raise CheckpointError(
             f"{folder} holds {step_name(others[-1])} of another run, and this one begins "
             f"{'anew' if start is None else f'after {start}'}; remove it, go on from it "

@@ -9,6 +9,7 @@ from pathlib import Path
 from hyper_parallel.errors import CheckpointError
 from hyper_parallel.trainer.checkpoint_folder import Place, step_name
 from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
+from hyper_parallel.trainer.checkpoint_start import checkpoints_of, is_own
 from hyper_parallel.trainer.checkpoint_state import TrainState, option_changes
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import RunSummary
@@ -52,7 +53,7 @@ def describe_completed(options: TrainOptions) -> str:
         [
             f"the job in {options.output} is complete: step {options.steps} of {options.steps}; nothing was done",
             *(f"  changed since then, without effect: {change}" for change in changes),
-            f"to go on, raise --steps; to begin anew, choose another --output, or remove {_folder(options)}",
+            f"to go on, raise --steps; to begin anew, choose another --output, or remove {checkpoints_of(options)}",
         ]
     )
 
@@ -64,10 +65,6 @@ def _last_state(options: TrainOptions) -> TrainState | None:
         return None
     start = options.output if settings.resume == "auto" else Path(settings.resume)
     checkpoint = Place(Path(os.path.realpath(start)), settings.folder).locate()
-    if checkpoint != _folder(options) / step_name(options.steps):
+    if not is_own(checkpoint, options) or checkpoint.name != step_name(options.steps):
         return None
     return open_whole_checkpoint(checkpoint)[1]
-
-
-def _folder(options: TrainOptions) -> Path:
-    return Path(os.path.realpath(options.output / options.checkpoint.folder))

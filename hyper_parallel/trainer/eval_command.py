@@ -54,6 +54,9 @@ class _Source:
     checkpoint: Path | None = None
     """What the folder belongs to, where it is part of a checkpoint of training."""
 
+    fingerprint: int | None = None
+    """Of the text that the run has read, where it is evaluated on that or its end."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
@@ -71,7 +74,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         check_output(options.output)
         check_model(source.options)
-        open_texts(source.options)
+        fingerprint = open_texts(source.options)[0].fingerprint
         mark_output(options.output)
     except FileNotFoundError as error:
         hint = "" if options.data is not None else "; name another text with --data"
@@ -79,6 +82,8 @@ def _run(arguments: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     command = rank_command("eval", arguments)
+    if source.fingerprint not in (None, fingerprint):
+        print("note: there is another text now than the run has read, or it is read in another way", flush=True)
     print(f"starting {options.nproc} processes of {options.backend}", flush=True)
     run_job(command, nproc=options.nproc, backend=options.backend, log_folder=options.output / "logs")
     return 0
@@ -118,7 +123,8 @@ def _find(options: EvalOptions, arguments: Sequence[str]) -> _Source:
         text = parse_options(EvalOptions, "eval", arguments, EvalOptions(text=text)).text
         data, validation, named = _what_to_read(options, run)
         training = options.as_training(LlamaConfig.from_hf(folder), text, data, validation)
-        return _Source(folder, training, named, checkpoint)
+        own = run is not None and data is not None and data == _path(run.options.get("data")) and options.data is None
+        return _Source(folder, training, named, checkpoint, run.data.get("text") if own and run is not None else None)
     except (OSError, CheckpointError, ValueError) as error:
         raise UsageError(f"cannot evaluate {path}: {error}") from None
 
@@ -137,7 +143,7 @@ def _what_to_read(options: EvalOptions, run: TrainState | None) -> tuple[Path | 
     if options.data is not None or run is None:
         return options.data, None, _name(options.data)
     before = run.options
-    data = Path(before["data"]) if before.get("data") else None
+    data = _path(before.get("data"))
     validation = dict(before.get("validation") or {})
     if not validation.get("freq"):
         return data, None, f"{_name(data)}, which the run was trained on"
@@ -146,6 +152,10 @@ def _what_to_read(options: EvalOptions, run: TrainState | None) -> tuple[Path | 
         return data, None, f"{_name(data)}, which the run was validated on"
     held_out = ValidationOptions(freq=1, held_out=validation.get("held_out", ValidationOptions().held_out))
     return data, held_out, f"the end of {_name(data)}, which the run was validated on"
+
+
+def _path(named: Any) -> Path | None:
+    return Path(named) if named else None
 
 
 def _name(data: Path | None) -> str:

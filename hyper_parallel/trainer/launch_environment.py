@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import hyper_parallel
 
 __all__ = [
     "LAUNCHER_VARIABLES",
@@ -46,11 +47,11 @@ _PREFIX = "TORCHELASTIC_"
 
 
 def rank_command(name: str, arguments: Sequence[str]) -> list[str]:
-    """The line that starts a rank of the command ``name``, with the package that this process runs: not with sources
-    that happen to lie in the current folder (Python 3.10 has no option for that).
+    """The line that starts a rank of the command ``name``. Sources that happen to lie in the current folder are not
+    taken where this process runs others (Python 3.10 has no option for that).
     """
-    root = Path(__file__).resolve().parents[2]
-    elsewhere = sys.version_info >= (3, 11) and root != Path.cwd()
+    root = os.path.dirname(os.path.abspath(hyper_parallel.__file__))  # perhaps a link in the current folder
+    elsewhere = sys.version_info >= (3, 11) and os.path.realpath(os.path.dirname(root)) != os.path.realpath(".")
     return [sys.executable, *(["-P"] if elsewhere else []), "-m", "hyper_parallel", name, *arguments]
 
 

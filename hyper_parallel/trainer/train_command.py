@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hyper_parallel.trainer.checkpoint_folder import list_steps
-from hyper_parallel.trainer.checkpoint_start import check_start, checkpoints_of
+from hyper_parallel.trainer.checkpoint_start import check_start, checkpoints_of, find_start
 from hyper_parallel.trainer.combinations import check_model
 from hyper_parallel.trainer.command_line import UsageError, parse_train_options
 from hyper_parallel.trainer.completed import completed_run, describe_completed
@@ -95,6 +95,7 @@ def check(options: TrainOptions) -> None:
     try:
         check_output(options.output)
         check_model(options)
+        find_start(options)  # before the text is read
         check_start(options, open_texts(options)[0])
         mark_output(options.output)
     except (OSError, ValueError) as error:
@@ -149,7 +150,8 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
 def _what_is_left(options: TrainOptions) -> str:
     """Of a job that was stopped."""
     if not (options.output / METRICS_FILE).exists():
-        return "nothing was trained"
+        return f"no step was taken that would be in {options.output}"
     found = f"what there is so far is in {options.output}"
-    steps = list_steps(checkpoints_of(options)) if options.checkpoint.enable else []
+    same = options.checkpoint.enable and options.checkpoint.resume == "auto"
+    steps = list_steps(checkpoints_of(options)) if same else []
     return f"{found}; the same command goes on after step {steps[-1]}" if steps else found

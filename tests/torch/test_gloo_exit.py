@@ -55,6 +55,14 @@ def test_threads_that_never_rest_are_not_waited_for_long(monkeypatch: pytest.Mon
     assert 2 < len(asked) < 15
 
 
+def test_a_name_that_is_cut_within_a_character(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number, content in enumerate((b"1 (\xd0\xbe\xd0) S 2", b"3 (pt_gloo_runloop) R 4")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_bytes(content)
+    monkeypatch.setattr(_gloo_exit, "_THREADS", tmp_path)
+    assert _gloo_exit._states() == ["R"]
+
+
 def test_without_gloo_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_gloo_exit, "_states", list)
     monkeypatch.setattr(_gloo_exit.time, "sleep", lambda seconds: pytest.fail("it waits"))

@@ -110,6 +110,10 @@ def test_a_run_on_bytes_leaves_a_tokenizer_of_bytes(root: Path, tmp_path: Path) 
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert marks == (ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id)
     assert len(tokenizer) == ByteTokenizer.vocab_size
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert model.generation_config.eos_token_id == ByteTokenizer.eos_id
+    batch = tokenizer(["one", "more"], padding=True, return_tensors="pt")
+    assert model.generate(**batch, max_new_tokens=2).shape == (2, 6)
 
 
 def test_the_tokenizer_of_bytes_is_known_again(root: Path, tmp_path: Path) -> None:
@@ -119,9 +123,11 @@ def test_the_tokenizer_of_bytes_is_known_again(root: Path, tmp_path: Path) -> No
     content = "héllo <bos>".encode()
     assert by_the_package.encode_batch([content])[0].tolist() == list(content)
     assert (by_the_package.bos_id, by_the_package.eos_id) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
-    with open(tmp_path / "tokenizer.json", "a") as file:
-        file.write("\n")
-    assert isinstance(load_tokenizer(TextOptions(tokenizer=tmp_path)), JsonTokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # changed by somebody, it is what it says
+        with open(tmp_path / name, "a") as file:
+            file.write("\n")
+        assert isinstance(load_tokenizer(TextOptions(tokenizer=tmp_path)), JsonTokenizer)
+        write_byte_tokenizer(tmp_path)
 
 
 def test_what_cannot_be_exported_is_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

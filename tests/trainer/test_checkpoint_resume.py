@@ -230,12 +230,25 @@ def test_a_new_run_does_not_write_among_checkpoints_of_another(root: Path, whole
 def test_a_run_without_checkpoints_is_kept_from_a_folder_that_has_some(
     root: Path, whole: dict[int, float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    message = "holds step_000006 of an earlier run, which would be taken for one of this run; go on from it"
+    message = "holds step_000006 of an earlier run, which would be taken for one of this run; remove it"
     assert main(["train", *arguments_of(root, "whole"), "--nproc", "2"]) == 2
     said = capfd.readouterr()
     assert message in said.err and "starting" not in said.out and len(said.err.splitlines()) == 1
     assert all(message in str(error.message) for error in failures(root, "whole"))
+    # nor does it go on from an early one of them, with the later ones left there
+    early = ["--checkpoint.resume", str(root / "whole/checkpoints/step_000002"), "--optimizer.lr", "2e-2"]
+    assert all(message in str(error.message) for error in failures(root, "whole", *early))
     assert read_losses(root / "whole/metrics.jsonl") == whole
+
+
+def test_checkpoints_may_lie_on_another_disk(root: Path) -> None:
+    (root / "disk").mkdir()
+    (root / "linked").mkdir()
+    (root / "linked/checkpoints").symlink_to(root / "disk")
+    first = train(root, "linked", *EVERY_2, "--steps", "4")
+    assert steps_in(root, "linked") == [2, 4]
+    both = train(root, "linked", *EVERY_2)
+    assert sorted(both) == [1, 2, 3, 4, 5, 6] and {step: both[step] for step in first} == first
 
 
 def test_what_cannot_go_on_is_said_before_anything_starts(

@@ -140,7 +140,11 @@ def test_without_a_text_of_its_own_eval_takes_what_the_run_was_validated_on(text
     found = json.loads((tmp_path / "out/eval.json").read_text())
     assert found["loss"] == pytest.approx(trained["validation_loss"][4], rel=1e-5)
     assert found["tokens"] == trained["validation_tokens"][4]
+    assert "note: " not in done.stdout
+    (text / "more.py").write_text("x = 1\n")
     done = run_cli("eval", str(tmp_path / "run"), *options, "--batches", "2")
+    (text / "more.py").unlink()
+    assert "note: there is another text now than the run has read" in done.stdout
     assert "validated on: the first 2 of " in done.stdout, done.stdout + done.stderr
     assert json.loads((tmp_path / "out/eval.json").read_text())["tokens"] <= 2 * 4 * 32
 

@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["wait_at_exit"]
 
 _THREADS = Path("/proc/self/task")
-_NAME = "(pt_gloo_runloop)"
+_NAME = b"(pt_gloo_runloop)"
 _PAUSE = 0.005
 """Seconds in which a thread that wants Python's lock gets it and is done."""
 _LONGEST = 1.0
@@ -49,9 +49,9 @@ def _states() -> list[str]:
     states = []
     for thread in _THREADS.iterdir():
         try:
-            before, name, after = (thread / "stat").read_text().partition(_NAME)
+            _, name, after = (thread / "stat").read_bytes().partition(_NAME)  # a name may be cut within a character
         except OSError:  # it has ended meanwhile
             continue
         if name:
-            states.append(after.split()[0])
+            states.append(after.split()[0].decode())
     return states
