@@ -48,14 +48,12 @@ def find_start(options: TrainOptions) -> tuple[int, int]:
     return found
 
 
-def check_start(options: TrainOptions, text: PackedText) -> None:
-    """What can be known of going on before any rank runs: from small files alone.
+def check_start(options: TrainOptions, found: tuple[int, int], text: PackedText) -> None:
+    """What can be known of going on from what :func:`find_start` has found, before any rank runs: by small files alone.
 
     Raises:
-        CheckpointError: as :func:`find_start` and :func:`check_state`; or the checkpoint is damaged.
-        OSError: a folder cannot be read.
+        CheckpointError: as :func:`check_state`; or the checkpoint is damaged.
     """
-    found = find_start(options)
     if found == Place.NOWHERE:
         return
     path = place_of_start(options).at(found)

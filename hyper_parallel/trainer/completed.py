@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 from hyper_parallel.errors import CheckpointError
-from hyper_parallel.trainer.checkpoint_folder import Place, step_name
+from hyper_parallel.trainer.checkpoint_folder import step_name
 from hyper_parallel.trainer.checkpoint_read import open_whole_checkpoint
-from hyper_parallel.trainer.checkpoint_start import checkpoints_of, is_own
+from hyper_parallel.trainer.checkpoint_start import checkpoints_of, is_own, place_of_start
 from hyper_parallel.trainer.checkpoint_state import TrainState, option_changes
 from hyper_parallel.trainer.options import TrainOptions
 from hyper_parallel.trainer.summary import RunSummary
@@ -63,8 +61,7 @@ def _last_state(options: TrainOptions) -> TrainState | None:
     settings = options.checkpoint
     if settings.resume == "none" or (settings.resume == "auto" and not settings.enable):
         return None
-    start = options.output if settings.resume == "auto" else Path(settings.resume)
-    checkpoint = Place(Path(os.path.realpath(start)), settings.folder).locate()
+    checkpoint = place_of_start(options).locate()
     if not is_own(checkpoint, options) or checkpoint.name != step_name(options.steps):
         return None
     return open_whole_checkpoint(checkpoint)[1]

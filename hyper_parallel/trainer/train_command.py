@@ -95,8 +95,8 @@ def check(options: TrainOptions) -> None:
     try:
         check_output(options.output)
         check_model(options)
-        find_start(options)  # before the text is read
-        check_start(options, open_texts(options)[0])
+        start = find_start(options)  # before the text is read
+        check_start(options, start, open_texts(options)[0])
         mark_output(options.output)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -150,7 +150,7 @@ def launch(name: str, options: TrainOptions, arguments: Sequence[str]) -> None:
 def _what_is_left(options: TrainOptions) -> str:
     """Of a job that was stopped."""
     if not (options.output / METRICS_FILE).exists():
-        return f"no step was taken that would be in {options.output}"
+        return f"no step has been written into {options.output}"
     found = f"what there is so far is in {options.output}"
     same = options.checkpoint.enable and options.checkpoint.resume == "auto"
     steps = list_steps(checkpoints_of(options)) if same else []

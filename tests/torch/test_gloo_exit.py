@@ -42,9 +42,9 @@ for pair in range(int(sys.argv[1])):
 
 
 def test_a_program_that_ends_after_a_collective_ends_well(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, "6", str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, "10", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["[0, 0]"] * 6, done.stderr
+    assert done.stdout.splitlines() == ["[0, 0]"] * 10, done.stderr
 
 
 def test_threads_that_never_rest_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
